@@ -1,0 +1,101 @@
+"""Every default of the runtime, once. The command line reads these; C gets filled structs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from edgespec.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the next token is chosen. None = the model's generation config, else FALLBACK_*."""
+
+    temperature: float | None = None
+    top_k: int = 0
+    top_p: float | None = None
+    min_p: float = 0.0
+    repeat_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    penalty_window: int = 64
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None  # None: a fresh one is drawn and reported
+
+
+FALLBACK_TEMPERATURE = 0.7
+FALLBACK_TOP_P = 0.95
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """What drafts, how trees are shaped, how they are verified."""
+
+    draft: str = "auto"  # auto | none | ngram
+    tree: str = "auto"  # auto | chain:K | FILE (JSON)
+    rows: int = 16  # most rows of one round, root included
+    verify: str = "coupled"
+    ngram_capacity: int = 1 << 16  # tokens the n-gram index remembers
+
+
+@dataclass(frozen=True, slots=True)
+class Runtime:
+    """Where and with what resources the target runs."""
+
+    backend: str = "auto"  # auto | onnx | llamacpp
+    threads: int | None = None  # None: usable cores (affinity and cgroup quota)
+    context: int | None = None  # None: min(DEFAULT_CONTEXT, the model's limit)
+    prefill_chunk: int = 256  # rows of one prefill forward
+
+
+DEFAULT_CONTEXT = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Stopping:
+    """When a reply ends besides the model's own end-of-sequence tokens."""
+
+    max_tokens: int | None = None  # None: until the context is full
+    stop: tuple[str, ...] = ()
+
+
+def check_sampling(sampling: Sampling) -> None:
+    """Raises UsageError naming the first field outside its range."""
+    rules: list[tuple[str, object, bool, str]] = [
+        (
+            "temperature",
+            sampling.temperature,
+            sampling.temperature is None or sampling.temperature >= 0,
+            "0 (greedy) or more",
+        ),
+        ("top_k", sampling.top_k, sampling.top_k >= 0, "0 (off) or more"),
+        (
+            "top_p",
+            sampling.top_p,
+            sampling.top_p is None or 0 < sampling.top_p <= 1,
+            "above 0, at most 1 (off)",
+        ),
+        ("min_p", sampling.min_p, 0 <= sampling.min_p < 1, "0 (off) or more, below 1"),
+        (
+            "repeat_penalty",
+            sampling.repeat_penalty,
+            sampling.repeat_penalty > 0,
+            "above 0; 1 is off",
+        ),
+        (
+            "penalty_window",
+            sampling.penalty_window,
+            sampling.penalty_window >= -1,
+            "-1 (all), 0 (none) or more",
+        ),
+        (
+            "seed",
+            sampling.seed,
+            sampling.seed is None or 0 <= sampling.seed < 1 << 64,
+            "an unsigned 64-bit number",
+        ),
+    ]
+    for name, value, is_valid, expected in rules:
+        if not is_valid:
+            raise UsageError(f"{name}: expected {expected}, got {value}")

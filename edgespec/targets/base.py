@@ -1,0 +1,66 @@
+"""What a verifying target has to offer the session: one protocol, every backend."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec.tree.topology import Tree
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a target can do, as found out at load."""
+
+    tree: bool  # verifies branching trees; otherwise chains only
+    taps: tuple[int, ...]  # hidden_states indices it can return
+    window: bool  # sliding-window KV
+    snapshot: bool  # saves and restores its KV
+    row_invariant: bool  # a row's logits do not depend on the rows beside it, by probe
+
+
+class Target(Protocol):
+    """A model with its KV cache. One conversation at a time, one thread at a time.
+
+    Rows are forwarded behind the `length` committed ones and stay provisional until `commit`
+    or the next `forward`, which drops them.
+    """
+
+    name: str  # "onnx", "llamacpp"
+    vocab: int
+    context: int  # KV rows
+    capabilities: Capabilities
+
+    @property
+    def length(self) -> int:
+        """Committed KV rows."""
+        ...
+
+    def forward(
+        self, tree: Tree, logit_rows: NDArray[np.int64] | None = None
+    ) -> NDArray[np.float32]:
+        """Logits (m, vocab) float32 of the rows asked for (default all, ascending).
+
+        The array may be reused by the next forward. Raises ContextError when
+        length + tree.n exceeds the context.
+        """
+        ...
+
+    def prefill(self, tokens: NDArray[np.int32]) -> NDArray[np.float32]:
+        """Forwards a chain and commits it; logits (vocab,) of the last row."""
+        ...
+
+    def commit(self, rows: NDArray[np.int32]) -> None:
+        """Keeps these rows (ascending) of the last forward, drops the others."""
+        ...
+
+    def truncate(self, length: int) -> None:
+        """Keeps the first `length` committed rows."""
+        ...
+
+    def close(self) -> None:
+        """Frees memory; the target is unusable afterwards."""
+        ...

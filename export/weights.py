@@ -1,0 +1,83 @@
+"""The neutral weight set: what every source yields and every writer takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """Rotary embedding, half-split pairing (dimension i with i + dim / 2).
+
+    inv_freq holds the final frequencies, every scaling applied; attention_factor multiplies cos
+    and sin (YaRN), 1 otherwise.
+    """
+
+    theta: float
+    dim: int
+    kind: str  # "default" | "linear" | "llama3" | "yarn"
+    inv_freq: NDArray[np.float64]  # (dim / 2,)
+    attention_factor: float = 1.0
+    config: Mapping[str, Any] = field(default_factory=dict)  # as in config.json, for writers
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Hyper-parameters of a dense decoder."""
+
+    arch: str  # GGUF name: "llama"
+    n_layers: int
+    hidden: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int
+    max_position: int
+    rms_eps: float
+    rope: Rope
+    is_tied: bool  # lm_head is the embedding
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """One weight, not in memory until asked for. Rows of q and k are in half-split order."""
+
+    name: str  # as in GGUF without ".weight": "token_embd", "blk.0.attn_q", "output_norm"
+    shape: tuple[int, ...]  # numpy order: (out, in) or (n,)
+    kind: str  # ggml type name: "F32", "F16", "BF16", "Q4_1", ...
+    load_raw: Callable[[], NDArray[np.uint8]]  # () -> (rows, bytes of a row), as stored
+    load_f32: Callable[[], NDArray[np.float32]]  # () -> shape
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where weights come from and under which terms."""
+
+    source: str  # path's name, "hf:ORG/REPO" or "pypi:NAME"
+    format: str  # "gguf" | "safetensors"
+    sha256: str | None
+    licence: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSet:
+    """A checkpoint in neutral form."""
+
+    config: ModelConfig
+    tensors: Mapping[str, Tensor]
+    tokenizer_json: str  # as `tokenizers` reads it
+    chat_template: str | None
+    bos_id: int | None
+    eos_ids: tuple[int, ...]  # union of every config of the source
+    add_bos: bool  # whether the tokenizer itself puts bos in front of raw text
+    temperature: float | None  # the source's generation config
+    top_p: float | None
+    name: str | None
+    origin: Origin
+    gguf_metadata: Mapping[str, Any] | None = None  # of a GGUF source, kept by the GGUF writer

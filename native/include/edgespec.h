@@ -1,0 +1,285 @@
+/*
+ * edgespec.h - the whole public API of the edgespec C core. What is not in this file is not API.
+ *
+ * One unit of work is a ROUND: draft a small token tree, verify all of it in one forward of the
+ * target, accept a path that keeps the target's distribution exactly, commit its KV rows, roll the
+ * rest back. A host which owns the target (ONNX Runtime, llama.cpp, ...) drives it like this:
+ *
+ *     es_session *s;
+ *     es_session_new(&params, &s);
+ *     es_session_append(s, prompt, n_prompt);
+ *     es_generation_begin(s, &sampling, max_new);
+ *     es_round_begin(s, ES_ROUND_PREFILL, &tree);      one row: the last prompt token
+ *     ... forward the prompt; logits = those of its last row ...
+ *     es_round_finish(s, logits, vocab, NULL, 0.0, &round);
+ *     while (round.finish == ES_FINISH_NONE) {
+ *         es_round_begin(s, ES_ROUND_DRAFT, &tree);
+ *         ... forward tree.n rows; commit rows round.path[0..n_path) of the forward afterwards ...
+ *         es_round_finish(s, logits, vocab, NULL, seconds, &round);
+ *     }
+ *     es_session_free(s);
+ *
+ * Threads: one session belongs to one thread at a time; different sessions are independent. The
+ * library never prints, exits or aborts on input. Every fallible call returns an es_status and
+ * leaves its handle usable; es_error_message() then says what, where, expected and got.
+ *
+ * Sizes: token ids are int32_t, counts of rows int32_t, bytes and long counts size_t. Matrices are
+ * row-major; a comment gives the shape. Pointers passed in are read during the call only.
+ */
+#ifndef EDGESPEC_H
+#define EDGESPEC_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#if defined(_WIN32)
+#define ES_API __declspec(dllexport)
+#else
+#define ES_API __attribute__((visibility("default")))
+#endif
+
+#define ES_VERSION "0.1.0"
+#define ES_ABI 1          /* raised whenever a struct or a signature below changes */
+#define ES_MAX_ROWS 64    /* rows of one tree, root included: ancestors fit one uint64_t */
+
+/* ---- status and errors ------------------------------------------------------------------- */
+
+typedef enum es_status {
+    ES_OK = 0,
+    ES_ERR_ARGUMENT = 1,    /* a value outside its documented range */
+    ES_ERR_MEMORY = 2,      /* an allocation failed */
+    ES_ERR_STATE = 3,       /* a call out of order */
+    ES_ERR_CONTEXT = 4,     /* no room left in the context */
+    ES_ERR_NUMERIC = 5,     /* a NaN among the logits, or no token left to choose from */
+    ES_ERR_UNSUPPORTED = 6  /* a combination this build or method does not do */
+} es_status;
+
+ES_API const char *es_version(void);               /* ES_VERSION of the library, not the header */
+ES_API int32_t es_abi(void);                       /* ES_ABI of the library */
+ES_API const char *es_status_name(es_status status);
+ES_API const char *es_error_message(void);         /* of this thread's last failed call */
+
+/* ---- tree -------------------------------------------------------------------------------- */
+
+/* Row 0 is the root: the last emitted token, not yet in KV. Rows are in topological order. n,
+   token, parent and rank are the record; depth and mask are derived by es_tree_derive. */
+typedef struct es_tree {
+    int32_t n;                    /* rows, root included: 1..ES_MAX_ROWS */
+    int32_t token[ES_MAX_ROWS];
+    int32_t parent[ES_MAX_ROWS];  /* parent[0] == -1, parent[i] < i */
+    int32_t rank[ES_MAX_ROWS];    /* 0-based among the parent's children, best first */
+    int32_t depth[ES_MAX_ROWS];   /* root 0 */
+    uint64_t mask[ES_MAX_ROWS];   /* bit j set iff row j is row i or an ancestor of it */
+    float score[ES_MAX_ROWS];     /* product of draft probabilities on the path; root 1 */
+} es_tree;
+
+/* Checks n, parent and rank (distinct among siblings) and fills depth and mask. */
+ES_API es_status es_tree_derive(es_tree *tree);
+
+/* ---- sampling ---------------------------------------------------------------------------- */
+
+/* Order of processing: logit bias, repetition penalty, frequency and presence penalty,
+   temperature, top-k, top-p, min-p (the order of transformers). temperature 0 is argmax (lowest
+   id among equals). */
+typedef struct es_sampling {
+    float temperature;          /* >= 0 */
+    int32_t top_k;              /* 0 = off; more than the vocabulary = off */
+    float top_p;                /* (0, 1]; 1 = off */
+    float min_p;                /* [0, 1); 0 = off */
+    float repetition_penalty;   /* > 0; 1 = off */
+    float frequency_penalty;    /* 0 = off */
+    float presence_penalty;     /* 0 = off */
+    int32_t penalty_window;     /* last tokens of the sequence penalties look at; -1 = all */
+    uint64_t seed;
+    const int32_t *bias_token;  /* (n_bias) */
+    const float *bias_value;    /* (n_bias) added to the logits; -INFINITY bans a token */
+    size_t n_bias;
+} es_sampling;
+
+ES_API es_status es_sampling_default(es_sampling *out);
+
+/* Gumbel noise of one token at one index of the sequence: a pure function (Philox4x32-10). */
+ES_API double es_noise(uint64_t seed, uint64_t index, int32_t token);
+
+/* Processes one row in place: removed tokens become -INFINITY, the rest logits / temperature (raw
+   penalised logits at temperature 0). history (n_history) is the sequence up to and including the
+   token this row was computed from. allowed is NULL or a bit set of (vocab) bits, bit t of byte
+   t / 8, a 0 removing the token before everything else. */
+ES_API es_status es_sample_process(const es_sampling *sampling, const int32_t *history,
+                                   size_t n_history, const uint8_t *allowed, float *logits,
+                                   size_t vocab);
+
+/* Draws from a processed row: argmax(logits + noise(seed, index, token)), argmax at temperature 0. */
+ES_API es_status es_sample_draw(const es_sampling *sampling, const float *processed, size_t vocab,
+                                uint64_t index, int32_t *token);
+
+/* ---- verification ------------------------------------------------------------------------ */
+
+typedef struct es_verdict {
+    int32_t n;                        /* tokens emitted, 1..depth+1 */
+    int32_t token[ES_MAX_ROWS + 1];   /* accepted tokens, then the one drawn at the last row */
+    int32_t row[ES_MAX_ROWS + 1];     /* row[i]: tree row whose logits decided token[i]; row[0] == 0 */
+} es_verdict;
+
+/* One rule for every temperature: draw y at the row from the processed target row with the noise
+   of its index; descend if y is a child, else emit y and stop. Lossless for children that are a
+   function of the context. index is that of the first emitted token in the whole sequence;
+   history ends with the root's token; logits: row i at logits + i * stride floats, not changed;
+   allowed is NULL or (n, (vocab + 7) / 8) bytes. scratch (vocab) floats. */
+ES_API es_status es_verify_coupled(const es_tree *tree, const float *logits, size_t stride,
+                                   size_t vocab, const es_sampling *sampling,
+                                   const int32_t *history, size_t n_history, uint64_t index,
+                                   const uint8_t *allowed, float *scratch, es_verdict *out);
+
+typedef enum es_rejection {
+    ES_REJECT_WITHOUT_REPLACEMENT = 0, /* Sequoia, arXiv 2402.12374; a chain is Leviathan's rule */
+    ES_REJECT_WITH_REPLACEMENT = 1     /* SpecInfer's multi-step rule, arXiv 2305.09781 */
+} es_rejection;
+
+/* For drafts whose children were sampled from q. p (n, vocab): processed target probabilities; q
+   (n, vocab): draft probabilities (rows of leaves are not read). Children are tried in rank
+   order. scratch (2 * vocab) floats. */
+ES_API es_status es_verify_rejection(const es_tree *tree, const float *p, const float *q,
+                                     size_t vocab, es_rejection rule, uint64_t seed,
+                                     uint64_t index, float *scratch, es_verdict *out);
+
+/* ---- KV bookkeeping ---------------------------------------------------------------------- */
+
+/* Linear buffers: moves accepted rows forward in place. base holds n_blocks blocks (say one per
+   KV head) block_stride bytes apart, each of rows of row_bytes; row first + path[i] goes to row
+   first + i. path ascends and path[i] >= i. */
+ES_API es_status es_kv_compact(void *base, size_t n_blocks, size_t block_stride, size_t row_bytes,
+                               size_t first, const int32_t *path, int32_t n_path);
+
+/* A windowed ring. It owns no KV memory: it says which slot each row lives in. With window W and
+   S sinks the row at position p sees positions [0, S) and (p - W, p]; window 0 sees everything.
+   A slot is reused only when no row of the batch can see it. */
+typedef struct es_ring es_ring;
+
+ES_API es_status es_ring_new(int32_t n_slots, int32_t sinks, int32_t window, es_ring **out);
+ES_API void es_ring_free(es_ring *ring);                       /* NULL is a no-op */
+ES_API int64_t es_ring_length(const es_ring *ring);            /* committed positions */
+/* Places n rows behind the committed ones; slot (n) receives their slots. Depths ascend from the
+   committed length as in es_tree: row i has position length + depth[i]. ES_ERR_CONTEXT when the
+   ring is too small for the batch. */
+ES_API es_status es_ring_append(es_ring *ring, const int32_t *depth, int32_t n, int32_t *slot);
+/* Keeps rows path[0..n_path) of the last append, drops the others. from and to (n_path) receive
+   the slot moves the owner of the memory has to make, in order; n_moves how many. */
+ES_API es_status es_ring_commit(es_ring *ring, const int32_t *path, int32_t n_path, int32_t *from,
+                                int32_t *to, int32_t *n_moves);
+ES_API es_status es_ring_rollback(es_ring *ring);              /* drops the last append */
+/* Keeps the first `length` positions; ES_ERR_CONTEXT, nothing changed, when a position the next
+   row must see has been overwritten. */
+ES_API es_status es_ring_truncate(es_ring *ring, int64_t length);
+/* Slots of the committed positions visible from `position`, in position order. slot has room for
+   n_slots. */
+ES_API es_status es_ring_visible(const es_ring *ring, int64_t position, int32_t *slot, int32_t *n);
+
+/* ---- session and round ------------------------------------------------------------------- */
+
+typedef enum es_draft_kind {
+    ES_DRAFT_NONE = 0,   /* plain decoding, or trees the host proposes */
+    ES_DRAFT_NGRAM = 1   /* continuations found in prompt, reply and earlier turns */
+} es_draft_kind;
+
+typedef enum es_tree_mode {
+    ES_TREE_AUTO = 0,    /* rows chosen each round from scores and the measured c(n) */
+    ES_TREE_BEST = 1,    /* always the best `rows` rows the draft offers */
+    ES_TREE_SHAPE = 2    /* the static tree given in shape, children by rank */
+} es_tree_mode;
+
+typedef struct es_session_params {
+    int32_t vocab;
+    int32_t context;             /* KV rows available to the sequence */
+    const int32_t *eos;          /* (n_eos) ids that end a reply */
+    int32_t n_eos;
+    es_draft_kind draft;
+    es_tree_mode tree;
+    int32_t rows;                /* AUTO, BEST: most rows of a round, root included, 1..ES_MAX_ROWS */
+    const es_tree *shape;        /* SHAPE: n, parent and rank are read */
+    size_t ngram_capacity;       /* tokens the n-gram index remembers */
+    const double *cost;          /* NULL, or (ES_MAX_ROWS + 1): cost[n] = c(n) in any one unit, 0 =
+                                    unknown; then costs stay as given and nothing is learned */
+    double cost_slope;           /* prior for c(n) / c(1) = 1 + slope * (n - 1) while unmeasured */
+} es_session_params;
+
+ES_API es_status es_session_params_default(es_session_params *out);
+
+typedef struct es_session es_session;
+
+ES_API es_status es_session_new(const es_session_params *params, es_session **out);
+ES_API void es_session_free(es_session *session);              /* NULL is a no-op */
+
+/* The sequence: prompt, replies, everything the KV cache mirrors. */
+ES_API es_status es_session_append(es_session *session, const int32_t *tokens, size_t n);
+ES_API es_status es_session_truncate(es_session *session, size_t length);
+ES_API size_t es_session_length(const es_session *session);
+ES_API const int32_t *es_session_tokens(const es_session *session);  /* valid until the next call */
+
+/* Tokens dropped from the front of the conversation still count in the index of later tokens, so
+   the noise of a seed does not repeat: adds n to the index offset. */
+ES_API es_status es_session_evicted(es_session *session, uint64_t n);
+
+/* Starts a reply of at most max_new tokens. The sequence must not be empty. Copies the sampling. */
+ES_API es_status es_generation_begin(es_session *session, const es_sampling *sampling,
+                                     int64_t max_new);
+
+typedef enum es_round_kind {
+    ES_ROUND_PREFILL = 0,  /* one row, the last prompt token; left out of the statistics */
+    ES_ROUND_PLAIN = 1,    /* one row */
+    ES_ROUND_DRAFT = 2     /* the session's draft, planned */
+} es_round_kind;
+
+typedef enum es_finish {
+    ES_FINISH_NONE = 0,
+    ES_FINISH_STOP = 1,    /* an EOS id, emitted as the last token */
+    ES_FINISH_LENGTH = 2,  /* max_new reached */
+    ES_FINISH_CONTEXT = 3  /* the next root has no KV row left */
+} es_finish;
+
+typedef struct es_round {
+    int32_t n;                       /* tokens emitted == rows to commit */
+    int32_t token[ES_MAX_ROWS + 1];  /* appended to the sequence */
+    int32_t row[ES_MAX_ROWS + 1];    /* ascending tree rows to commit; row[i] decided token[i] */
+    es_finish finish;
+} es_round;
+
+/* Proposes the tree of the next ES_ROUND_DRAFT round in place of the session's own draft: scripted
+   drafts, and drafts the host runs. tree->token[0] is ignored. Clipped like any other tree. */
+ES_API es_status es_round_propose(es_session *session, const es_tree *tree);
+
+/* First half: the tree to forward. Clipped to the room left in context and in max_new. */
+ES_API es_status es_round_begin(es_session *session, es_round_kind kind, es_tree *tree);
+
+/* Second half: verifies, appends the emitted tokens to the sequence, learns. logits: row i at
+   logits + i * stride floats. allowed as in es_verify_coupled. seconds: time of the forward, 0 if
+   unknown. After an error the round is still open: finish again or es_round_abandon. */
+ES_API es_status es_round_finish(es_session *session, const float *logits, size_t stride,
+                                 const uint8_t *allowed, double seconds, es_round *out);
+
+ES_API es_status es_round_abandon(es_session *session);   /* drops an open round; else a no-op */
+
+typedef struct es_stats {        /* of the generation in progress or last finished */
+    int64_t rounds;              /* forwards, the prefill's excluded */
+    int64_t plain_rounds;        /* of these, with one row */
+    int64_t tokens;              /* emitted by these rounds */
+    int64_t drafted;             /* rows forwarded less roots */
+    int64_t accepted;            /* drafted rows accepted */
+    int64_t depth;               /* sum over rounds of the tree's depth */
+    double forward_seconds;      /* as reported by the host */
+    double draft_seconds;        /* spent in es_round_begin */
+} es_stats;
+
+ES_API es_status es_session_stats(const es_session *session, es_stats *out);
+
+/* The learned cost: c (ES_MAX_ROWS + 1), seconds of a forward over n rows, 0 where unmeasured. */
+ES_API es_status es_session_cost(const es_session *session, double *c);
+
+#ifdef __cplusplus
+}
+#endif
+#endif
