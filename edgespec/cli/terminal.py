@@ -1,0 +1,75 @@
+"""What commands share for talking on stderr; results alone go to stdout."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from edgespec.progress import Progress
+
+
+def note(text: str) -> None:
+    """Prints one line to stderr."""
+    print(text, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def progress_bar() -> Iterator[Progress]:
+    """A Progress that draws bars on a terminal, and plain lines in a log.
+
+    Work counted in more than 2**20 units is shown as bytes.
+    """
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        MofNCompleteColumn,
+        ProgressColumn,
+        Task,
+        TaskID,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+    from rich.progress import Progress as Bars
+    from rich.text import Text
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        seen: set[str] = set()
+
+        def line(what: str, done: int, total: int) -> None:
+            if what not in seen:
+                seen.add(what)
+                note(what)
+
+        yield line
+        return
+
+    class Amount(ProgressColumn):
+        as_bytes = DownloadColumn()
+        speed = TransferSpeedColumn()
+        as_count = MofNCompleteColumn()
+
+        def render(self, task: Task) -> Text:
+            if (task.total or task.completed) < 1 << 20:
+                return self.as_count.render(task)
+            return Text(" ").join([self.as_bytes.render(task), self.speed.render(task)])
+
+    tasks: dict[str, TaskID] = {}
+    with Bars(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        Amount(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+    ) as bars:
+
+        def draw(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = bars.add_task(what, total=total or None)
+            bars.update(tasks[what], completed=done, total=total or None)
+
+        yield draw
