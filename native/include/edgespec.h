@@ -279,6 +279,26 @@ ES_API es_status es_session_stats(const es_session *session, es_stats *out);
 /* The learned cost: c (ES_MAX_ROWS + 1), seconds of a forward over n rows, 0 where unmeasured. */
 ES_API es_status es_session_cost(const es_session *session, double *c);
 
+/* ---- machine ------------------------------------------------------------------------------ */
+
+/* What the processor can do at best. Measuring calls run on the calling thread for about `seconds`
+   (0 < seconds <= 60): a host starts one per core and adds the rates. */
+
+/* Vector features present, names separated by single spaces; size 256 is always enough. */
+ES_API es_status es_cpu_features(char *out, size_t size);
+
+/* Reads n_bytes (>= 8, aligned to 8) again and again. checksum is the XOR of the 64-bit words, a
+   remainder below 8 bytes not read. Much more than the last cache level measures memory. */
+ES_API es_status es_measure_read(const void *data, size_t n_bytes, double seconds,
+                                 double *bytes_per_second, uint64_t *checksum);
+
+/* Names of the int8 kernels this processor runs, best first, "portable" last; NULL past the end. */
+ES_API const char *es_int8_kernel(int32_t index);
+
+/* u8 x s8 multiply-accumulates into int32 from L1. checksum is the same for every kernel. */
+ES_API es_status es_measure_int8(int32_t index, double seconds, double *macs_per_second,
+                                 int32_t *checksum);
+
 #ifdef __cplusplus
 }
 #endif
