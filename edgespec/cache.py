@@ -1,0 +1,67 @@
+"""Where edgespec keeps what it fetched and made, and how several processes share it.
+
+    HOME/models/NAME/         files of a known model, as fetched
+    HOME/hub/ORG--REPO/       files of a hub repository, and listing.json
+    HOME/bundles/NAME-KEY/    bundles exported on first use
+
+HOME is $EDGESPEC_HOME, else $XDG_CACHE_HOME/edgespec, else ~/.cache/edgespec.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from edgespec.errors import UsageError
+from edgespec.progress import Progress, silent
+
+CHUNK = 1 << 20
+
+
+def home() -> Path:
+    """The cache directory; nothing is created."""
+    for variable, below in (("EDGESPEC_HOME", ""), ("XDG_CACHE_HOME", "edgespec")):
+        value = os.environ.get(variable, "")
+        if value:
+            # A relative XDG path is to be ignored; ours would change with every cd.
+            path = Path(value).expanduser()
+            if path.is_absolute():
+                return path / below
+            if variable == "EDGESPEC_HOME":
+                raise UsageError(
+                    f"EDGESPEC_HOME: expected an absolute path, got {value}"
+                )
+    return Path.home() / ".cache" / "edgespec"
+
+
+@contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """Holds a directory's lock, so that one process at a time changes it.
+
+    The lock is a file beside the directory: removing the directory leaves it valid.
+    """
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with open(directory.parent / f".{directory.name}.lock", "ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def sha256_of(path: Path, progress: Progress = silent) -> str:
+    """Hex digest of a file's contents."""
+    digest = hashlib.sha256()
+    total, done = path.stat().st_size, 0
+    with open(path, "rb") as file:
+        while chunk := file.read(CHUNK):
+            digest.update(chunk)
+            done += len(chunk)
+            progress(f"checksum {path.name}", done, total)
+    return digest.hexdigest()
+
+
+def size_of(directory: Path) -> int:
+    """Bytes in all files under a directory; 0 when there is none."""
+    return sum(p.lstat().st_size for p in directory.rglob("*") if p.is_file())
