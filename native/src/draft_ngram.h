@@ -7,8 +7,8 @@
  *     es_ngram_add(ngram, prompt, n);
  *     es_ngram_propose(ngram, rows, floor, &tree);    root = the last token added
  *     ... the tree, or a part of it, is verified; r = es_round ...
- *     es_ngram_learn(ngram, &tree, r.token, r.n);     before the tokens are added
- *     es_ngram_add(ngram, r.token, r.n);
+ *     es_ngram_learn(ngram, r.token, r.n);            plain rounds too: the proposal is judged
+ *     es_ngram_add(ngram, r.token, r.n);              whether or not its rows were forwarded
  *
  * Every call is a function of the calls before it; nothing here looks at a clock.
  */
@@ -39,12 +39,11 @@ void es_ngram_break(es_ngram *ngram, const int32_t *tail, size_t n_tail);
 void es_ngram_propose(es_ngram *ngram, int32_t rows, float floor, es_tree *tree);
 
 /* Fills the static tree shape: the child of rank r gets the r-th best continuation of its parent's
-   path. Rows without one are left out with their descendants; what stays keeps its order, and its
-   rank as far as siblings allow. */
+   path. Rows without one are left out with their descendants; what stays keeps order and rank. */
 void es_ngram_fill(es_ngram *ngram, const es_tree *shape, es_tree *tree);
 
-/* The sequence is about to go on with tokens (n): adjusts the estimates of the last proposal by
-   what came true. tree is what was forwarded of it (a plain round passes its one row). */
-void es_ngram_learn(es_ngram *ngram, const es_tree *tree, const int32_t *tokens, int32_t n);
+/* The sequence is about to go on with tokens (n): adjusts the estimates by how the last proposal or
+   fill compares. A no-op when there was none since the last add or break. */
+void es_ngram_learn(es_ngram *ngram, const int32_t *tokens, int32_t n);
 
 #endif
