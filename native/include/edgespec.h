@@ -61,6 +61,7 @@ typedef enum es_status {
 ES_API const char *es_version(void);               /* ES_VERSION of the library, not the header */
 ES_API int32_t es_abi(void);                       /* ES_ABI of the library */
 ES_API const char *es_status_name(es_status status);
+ES_API size_t es_struct_size(const char *name);    /* sizeof("es_tree") etc. for bindings; else 0 */
 ES_API const char *es_error_message(void);         /* of this thread's last failed call */
 
 /* ---- tree -------------------------------------------------------------------------------- */
