@@ -1,0 +1,82 @@
+"""What a reply cost: counts and times, the same for every backend and with drafting off."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict, dataclass
+
+from edgespec._native import NativeStats
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """Counts and times of one reply; the prefill and its token are left out of the rounds."""
+
+    backend: str  # onnx | llamacpp | ...
+    draft: str  # none | ngram
+    rounds: int  # forwards, plain ones included
+    tokens_per_round: float  # tokens emitted by rounds / rounds
+    drafted: int  # tree rows forwarded, roots excluded
+    accepted: int  # of these, rows that became tokens
+    acceptance: float  # accepted / sum of tree depths
+    node_yield: float  # accepted / drafted
+    ttft_s: float  # from the call to the first token
+    prefill_s: float  # forwards of the prompt
+    decode_s: float  # rounds: drafting, forward, verification, text
+    tokens_per_s: float  # tokens emitted by rounds / decode_s
+    peak_rss_mb: float  # of the process so far
+
+    def as_dict(self) -> dict[str, str | int | float]:
+        return asdict(self)
+
+
+@dataclass(slots=True)
+class Tally:
+    """Adds up a reply while it is made; one reply may span several native generations."""
+
+    rounds: int = 0
+    tokens: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    depth: int = 0
+    ttft_s: float = 0.0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+
+    def add(self, native: NativeStats) -> None:
+        self.rounds += native.rounds
+        self.tokens += native.tokens
+        self.drafted += native.drafted
+        self.accepted += native.accepted
+        self.depth += native.depth
+
+    def stats(self, *, backend: str, draft: str) -> Stats:
+        return Stats(
+            backend=backend,
+            draft=draft,
+            rounds=self.rounds,
+            tokens_per_round=_ratio(self.tokens, self.rounds),
+            drafted=self.drafted,
+            accepted=self.accepted,
+            acceptance=_ratio(self.accepted, self.depth),
+            node_yield=_ratio(self.accepted, self.drafted),
+            ttft_s=self.ttft_s,
+            prefill_s=self.prefill_s,
+            decode_s=self.decode_s,
+            tokens_per_s=_ratio(self.tokens, self.decode_s),
+            peak_rss_mb=peak_rss_mb(),
+        )
+
+
+def peak_rss_mb() -> float:
+    """Largest resident size of this process so far, in MB (1e6 bytes); 0 where unknown."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return 0.0
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / 1e6 if sys.platform == "darwin" else peak * 1024 / 1e6
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0

@@ -1,0 +1,265 @@
+"""ONNX Runtime as the verifying target: KV in place, accepted rows compacted by the C core."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import onnxruntime as ort
+from numpy.typing import NDArray
+
+from edgespec._native import kv_compact
+from edgespec.errors import BackendError, ContextError, FormatError, UsageError
+from edgespec.targets.base import Capabilities
+from edgespec.tree.topology import MAX_ROWS, Tree, chain
+
+# Inputs besides the KV buffers: element type and rank.
+INPUTS = {
+    "input_ids": ("tensor(int64)", 2),
+    "tree_mask": ("tensor(bool)", 2),
+    "tree_depth": ("tensor(int64)", 1),
+    "past_len": ("tensor(int64)", 1),
+    "logit_rows": ("tensor(int64)", 1),
+}
+PROBE_WIDTHS = (2, 4, 8)
+
+
+class OnnxTarget:
+    """A target graph of edgespec_export in ONNX Runtime, on the CPU.
+
+    The KV cache is one array of (layer, key or value, kv head, row, head_dim) float32, every
+    part of which is bound as both past and present of its layer, so a forward writes its rows
+    behind the committed ones and nothing is copied. `capabilities.row_invariant` is measured at
+    load: kernels for one row and for several may round differently.
+
+    Raises FormatError for a file that is no such graph, BackendError when ONNX Runtime fails,
+    both naming the file.
+    """
+
+    name = "onnx"
+
+    def __init__(
+        self, path: Path, *, context: int, threads: int, providers: Sequence[str] = ()
+    ) -> None:
+        if context < 1 or threads < 1:
+            raise UsageError(
+                f"context and threads: expected 1 or more, got {context} and {threads}"
+            )
+        self.path = Path(path)
+        self.context = context
+        self.threads = threads
+        self._run_error = BackendError
+        self._session = _open(self.path, threads, providers)
+        n_layers, n_heads, head_dim = self._check_inputs()
+        self.vocab, taps = self._check_outputs(n_layers)
+        self._length = 0
+        self._open_rows = 0
+        self._kv = np.zeros(
+            (n_layers, 2, n_heads, context, head_dim), dtype=np.float32
+        )
+        self._logits = np.empty((1, self.vocab), dtype=np.float32)
+        self._binding = self._session.io_binding()
+        self._bind_kv()
+        self.capabilities = Capabilities(
+            tree=True,
+            taps=taps,
+            window=False,
+            snapshot=False,
+            row_invariant=self._is_row_invariant(),
+        )
+
+    @property
+    def length(self) -> int:
+        return self._length
+
+    @property
+    def kv(self) -> NDArray[np.float32]:
+        """The cache itself, (layer, key or value, kv head, row, head_dim)."""
+        return self._kv
+
+    def forward(
+        self, tree: Tree, logit_rows: NDArray[np.int64] | None = None
+    ) -> NDArray[np.float32]:
+        """Logits (m, vocab) of the rows asked for; the next forward reuses the array."""
+        n = tree.n
+        if self._length + n > self.context:
+            raise ContextError(
+                f"{n} rows behind {self._length} committed ones do not fit the context "
+                f"of {self.context}"
+            )
+        if logit_rows is None:
+            logit_rows = np.arange(n, dtype=np.int64)
+        logits = self._logits_buffer(len(logit_rows))
+        # Bound by address, so these must stay referenced until the run is over.
+        inputs = {
+            "input_ids": np.ascontiguousarray(tree.tokens[None], dtype=np.int64),
+            "tree_mask": np.ascontiguousarray(tree.mask, dtype=np.bool_),
+            "tree_depth": np.ascontiguousarray(tree.depth, dtype=np.int64),
+            "past_len": np.array([self._length], dtype=np.int64),
+            "logit_rows": np.ascontiguousarray(logit_rows, dtype=np.int64),
+        }
+        self._open_rows = 0
+        try:
+            for name, array in inputs.items():
+                self._binding.bind_input(
+                    name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data
+                )
+            self._binding.bind_output(
+                "logits", "cpu", 0, np.float32, (1, *logits.shape), logits.ctypes.data
+            )
+            self._session.run_with_iobinding(self._binding)
+        except Exception as error:  # ONNX Runtime's exceptions share no base of their own
+            raise BackendError(f"{self.path}: ONNX Runtime: {error}") from error
+        self._open_rows = n
+        return logits
+
+    def prefill(self, tokens: NDArray[np.int32]) -> NDArray[np.float32]:
+        """Forwards a chain in one go and commits it; logits (vocab,) of the last row."""
+        n = len(tokens)
+        logits = self.forward(chain(tokens), np.array([n - 1], dtype=np.int64))
+        self._length += n
+        self._open_rows = 0
+        return logits[0]
+
+    def commit(self, rows: NDArray[np.int32]) -> None:
+        rows = np.ascontiguousarray(rows, dtype=np.int32)
+        n = len(rows)
+        is_ascending = n == 0 or (rows[0] >= 0 and bool((np.diff(rows) > 0).all()))
+        if not is_ascending or (n and rows[-1] >= self._open_rows):
+            raise UsageError(
+                f"commit: expected ascending rows of the last forward's "
+                f"{self._open_rows}, got {rows.tolist()}"
+            )
+        if n and rows[-1] != n - 1:
+            kv_compact(self._kv.reshape(-1, *self._kv.shape[3:]), self._length, rows)
+        self._open_rows = 0
+        # Last, so that an interrupt before this line only drops rows.
+        self._length += n
+
+    def truncate(self, length: int) -> None:
+        if not 0 <= length <= self._length:
+            raise UsageError(f"truncate: expected 0 to {self._length}, got {length}")
+        self._open_rows = 0
+        self._length = length
+
+    def close(self) -> None:
+        for name in ("_binding", "_session", "_kv", "_logits"):
+            if hasattr(self, name):
+                delattr(self, name)
+
+    def _check_inputs(self) -> tuple[int, int, int]:
+        """Layers, KV heads and head size, read off the graph's inputs."""
+        found = {value.name: value for value in self._session.get_inputs()}
+        keys = [name for name in found if re.fullmatch(r"past_key_\d+", name)]
+        wanted = dict(INPUTS)
+        for layer in range(max(1, len(keys))):
+            for kind in ("key", "value"):
+                wanted[f"past_{kind}_{layer}"] = ("tensor(float)", 4)
+        _compare_names(self.path, "input", wanted, found)
+        for name, (dtype, rank) in wanted.items():
+            value = found[name]
+            if value.type != dtype or len(value.shape) != rank:
+                raise FormatError(
+                    f"{self.path}: input {name}: expected {dtype} of rank {rank}, got "
+                    f"{value.type} {value.shape}"
+                )
+        _, n_heads, _, head_dim = found["past_key_0"].shape
+        for name, value in found.items():
+            if name.startswith("past_") and name != "past_len":
+                shape = value.shape
+                if (shape[1], shape[3]) != (n_heads, head_dim) or not (
+                    isinstance(n_heads, int) and isinstance(head_dim, int)
+                ):
+                    raise FormatError(
+                        f"{self.path}: input {name}: expected fixed numbers of heads and "
+                        f"of values per head, the same in every layer, got {shape}"
+                    )
+        return len(keys), n_heads, head_dim
+
+    def _check_outputs(self, n_layers: int) -> tuple[int, tuple[int, ...]]:
+        """Vocabulary and hidden-state taps, read off the graph's outputs."""
+        found = {value.name: value for value in self._session.get_outputs()}
+        taps = sorted(
+            int(name[4:]) for name in found if re.fullmatch(r"tap_\d+", name)
+        )
+        wanted = ["logits", "hidden", *(f"tap_{tap}" for tap in taps)]
+        for layer in range(n_layers):
+            wanted += [f"present_key_{layer}", f"present_value_{layer}"]
+        _compare_names(self.path, "output", wanted, found)
+        vocab = found["logits"].shape[-1]
+        if found["logits"].type != "tensor(float)" or not isinstance(vocab, int):
+            raise FormatError(
+                f"{self.path}: output logits: expected float with a fixed vocabulary, got "
+                f"{found['logits'].type} {found['logits'].shape}"
+            )
+        return vocab, tuple(taps)
+
+    def _bind_kv(self) -> None:
+        for layer, pair in enumerate(self._kv):
+            for kind, buffer in zip(("key", "value"), pair, strict=True):
+                shape = (1, *buffer.shape)
+                for name, bind in (
+                    (f"past_{kind}_{layer}", self._binding.bind_input),
+                    (f"present_{kind}_{layer}", self._binding.bind_output),
+                ):
+                    bind(name, "cpu", 0, np.float32, shape, buffer.ctypes.data)
+
+    def _logits_buffer(self, rows: int) -> NDArray[np.float32]:
+        if rows > len(self._logits):
+            self._logits = np.empty(
+                (max(rows, min(2 * len(self._logits), MAX_ROWS)), self.vocab),
+                dtype=np.float32,
+            )
+        return self._logits[:rows]
+
+    def _is_row_invariant(self) -> bool:
+        """Whether row 0 keeps its bits when rows are forwarded beside it."""
+        tokens = (np.arange(max(PROBE_WIDTHS) + 4) * 31 + 7) % self.vocab
+        widths = [n for n in PROBE_WIDTHS if n + 4 <= self.context]
+        if not widths:
+            return False
+        self.prefill(tokens[:4].astype(np.int32))
+        alone = self.forward(chain(tokens[4:5])).copy()
+        same = all(
+            np.array_equal(alone[0], self.forward(chain(tokens[4 : 4 + n]))[0])
+            for n in widths
+        )
+        self.truncate(0)
+        return same
+
+
+def _open(path: Path, threads: int, providers: Sequence[str]) -> ort.InferenceSession:
+    if not path.is_file():
+        raise FormatError(f"{path}: no such file")
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.inter_op_num_threads = 1
+    options.execution_mode = ort.ExecutionMode.ORT_SEQUENTIAL
+    # Every tree size is a new shape; a remembered allocation plan per shape only grows.
+    options.enable_mem_pattern = False
+    options.log_severity_level = 4  # errors come back as exceptions; never print
+    try:
+        return ort.InferenceSession(
+            str(path),
+            sess_options=options,
+            providers=list(providers) or ["CPUExecutionProvider"],
+        )
+    except Exception as error:  # ONNX Runtime's exceptions share no base of their own
+        broken = type(error).__name__ in ("InvalidProtobuf", "InvalidGraph")
+        kind = FormatError if broken else BackendError
+        raise kind(f"{path}: ONNX Runtime cannot load it: {error}") from error
+
+
+def _compare_names(
+    path: Path, what: str, wanted: Sequence[str] | dict[str, object], found: object
+) -> None:
+    missing = [name for name in wanted if name not in found]
+    extra = [name for name in found if name not in wanted]
+    if missing or extra:
+        raise FormatError(
+            f"{path}: not a target graph of this version: {what}s missing: "
+            f"{', '.join(missing) or 'none'}; unexpected: {', '.join(extra) or 'none'}. "
+            "Export it again with edgespec export"
+        )
