@@ -1,0 +1,464 @@
+/* draft_ngram.c - see draft_ngram.h. */
+#include "draft_ngram.h"
+
+#include <math.h>
+#include <stdbool.h>
+#include <string.h>
+
+#include "alloc.h"
+#include "error.h"
+
+/*
+ * The log keeps the last `size` tokens by position. For every context length in ORDER each position
+ * is linked to the previous one with the same hash of the tokens up to and including it; a position
+ * is linked in when the token behind it arrives, so whatever is found has a continuation. Tokens
+ * are compared on reading: a collision costs a step of a walk, never a wrong match.
+ */
+enum {
+    N_ORDERS = 4,
+    WALK = 24,          /* steps per chain: what bounds the price of one row */
+    MAX_MATCH = 24,     /* tokens compared backwards */
+    N_LEVELS = 10,      /* match lengths told apart */
+    MAX_CHILDREN = 16,  /* continuations kept per row */
+    N_BUCKETS = N_LEVELS * 2,
+    BREAK = -1          /* in the log between texts that do not follow each other */
+};
+static const int32_t ORDER[N_ORDERS + 1] = {1, 2, 4, 8, INT32_MAX};
+static const int32_t LEVEL[N_LEVELS] = {1, 2, 3, 4, 5, 6, 8, 11, 16, 24};
+
+/*
+ * A token's probability is blended from the shortest context to the longest:
+ *     P_m = (c_m(token) + BACKOFF_m * P_(m-1)) / (c_m + BACKOFF_m),    P_0 = 0
+ * with c_m the occurrences whose match is at least LEVEL[m] long, a match worth less the more
+ * later ones there are. Constants fitted on replies to training prompts.
+ */
+#ifndef ES_NGRAM_TUNE
+#define TUNABLE static const
+#else
+#define TUNABLE
+#endif
+TUNABLE float BACKOFF[N_LEVELS] = {4.0f, 2.0f, 1.5f, 1.0f, 1.0f, 1.0f, 1.0f, 1.0f, 1.0f, 1.0f};
+TUNABLE float AGING = 0.9f;      /* weight of an occurrence per later one of its context */
+TUNABLE float RATE = 0.05f;      /* step of the online correction */
+TUNABLE float RATE_ALL = 0.02f;  /* the same for the part all matches share */
+static const float MAX_SHIFT = 3.0f; /* bound of either part, in logits */
+
+typedef struct child {
+    int32_t token;
+    int32_t bucket;
+    float raw;          /* P before the online correction */
+    float p;
+} child;
+
+typedef struct open_child { /* a candidate row waiting in the heap */
+    float score;
+    int32_t order;          /* of insertion: ties go to the earlier */
+    int32_t parent;
+    child c;
+} open_child;
+
+struct es_ngram {
+    size_t size;                 /* power of two >= capacity */
+    size_t capacity;
+    size_t n_heads;              /* power of two */
+    uint32_t total;              /* positions handed out, modulo 2^32 */
+    size_t held;                 /* of these, still in the log */
+    size_t run;                  /* tokens since the last break */
+    size_t unlinked;             /* of these, the first ones: a tail repeated for context only */
+    int32_t *log;                /* (size) */
+    uint32_t *prev;              /* (N_ORDERS, size) position + 1, 0 = none */
+    uint32_t *head;              /* (N_ORDERS, n_heads) position + 1, 0 = none */
+    float shift[N_BUCKETS];      /* online correction by kind of match */
+    float shift_all;
+    int32_t n_rows;              /* rows of the proposal awaiting judgement, 0 = none */
+    int32_t row_parent[ES_MAX_ROWS];
+    child row[ES_MAX_ROWS];
+    open_child heap[ES_MAX_ROWS * MAX_CHILDREN];
+    int32_t n_heap;
+    child children[ES_MAX_ROWS][MAX_CHILDREN]; /* of the rows of a static tree */
+    int32_t n_children[ES_MAX_ROWS];
+};
+
+static size_t power_of_two(size_t at_least)
+{
+    size_t size = 1;
+    while (size < at_least) {
+        size *= 2;
+    }
+    return size;
+}
+
+es_status es_ngram_new(size_t capacity, es_ngram **out)
+{
+    *out = NULL;
+    if (capacity < 1 || capacity > ES_NGRAM_MAX_CAPACITY) {
+        return es_fail(ES_ERR_ARGUMENT, "n-gram capacity: expected 1..%zu tokens, got %zu",
+                       ES_NGRAM_MAX_CAPACITY, capacity);
+    }
+    es_ngram *ngram = es_calloc(1, sizeof *ngram);
+    if (ngram == NULL) {
+        return es_fail(ES_ERR_MEMORY, "n-gram index: no memory for its state");
+    }
+    ngram->capacity = capacity;
+    ngram->size = power_of_two(capacity);
+    ngram->n_heads = ngram->size;
+    ngram->log = es_calloc(ngram->size, sizeof *ngram->log);
+    ngram->prev = es_calloc(ngram->size * N_ORDERS, sizeof *ngram->prev);
+    ngram->head = es_calloc(ngram->n_heads * N_ORDERS, sizeof *ngram->head);
+    if (ngram->log == NULL || ngram->prev == NULL || ngram->head == NULL) {
+        es_ngram_free(ngram);
+        return es_fail(ES_ERR_MEMORY, "n-gram index: no memory for %zu tokens", capacity);
+    }
+    *out = ngram;
+    return ES_OK;
+}
+
+void es_ngram_free(es_ngram *ngram)
+{
+    if (ngram != NULL) {
+        es_free(ngram->log);
+        es_free(ngram->prev);
+        es_free(ngram->head);
+        es_free(ngram);
+    }
+}
+
+/* ---- index ------------------------------------------------------------------------------- */
+
+static int32_t at(const es_ngram *ngram, uint32_t position)
+{
+    return ngram->log[position & (ngram->size - 1)];
+}
+
+/* Hash of the m tokens that end with end[0], read backwards through a contiguous array. */
+static uint32_t hash_of(const int32_t *end, int32_t m)
+{
+    uint64_t h = (uint64_t)m;
+    for (int32_t i = 0; i < m; i++) {
+        h = (h ^ (uint32_t)end[-i]) * UINT64_C(0x9E3779B97F4A7C15);
+        h ^= h >> 29;
+    }
+    return (uint32_t)(h >> 32);
+}
+
+/* Copies the last tokens since the break, at most MAX_MATCH, to the end of context (MAX_MATCH). */
+static int32_t copy_tail(const es_ngram *ngram, int32_t *context)
+{
+    size_t n = ngram->run < ngram->held ? ngram->run : ngram->held;
+    n = n < MAX_MATCH ? n : MAX_MATCH;
+    for (size_t i = 0; i < n; i++) {
+        context[MAX_MATCH - 1 - i] = at(ngram, ngram->total - 1 - (uint32_t)i);
+    }
+    return (int32_t)n;
+}
+
+static void push(es_ngram *ngram, int32_t token)
+{
+    ngram->log[ngram->total & (ngram->size - 1)] = token;
+    ngram->total++;
+    ngram->held += ngram->held < ngram->capacity;
+}
+
+/* Links the last position, whose continuation is about to be pushed. */
+static void link_last(es_ngram *ngram)
+{
+    int32_t context[MAX_MATCH];
+    int32_t n = copy_tail(ngram, context);
+    uint32_t last = ngram->total - 1;
+    for (int32_t o = 0; o < N_ORDERS && ORDER[o] <= n; o++) {
+        uint32_t h = hash_of(context + MAX_MATCH - 1, ORDER[o]) & (uint32_t)(ngram->n_heads - 1);
+        uint32_t *head = ngram->head + (size_t)o * ngram->n_heads + h;
+        ngram->prev[(size_t)o * ngram->size + (last & (ngram->size - 1))] = *head;
+        *head = last + 1;
+    }
+}
+
+void es_ngram_add(es_ngram *ngram, const int32_t *tokens, size_t n)
+{
+    for (size_t i = 0; i < n; i++) {
+        if (ngram->run > ngram->unlinked) {
+            link_last(ngram);
+        }
+        push(ngram, tokens[i]);
+        ngram->run++;
+    }
+    ngram->n_rows = n > 0 ? 0 : ngram->n_rows;
+}
+
+void es_ngram_break(es_ngram *ngram, const int32_t *tail, size_t n_tail)
+{
+    size_t n = n_tail < MAX_MATCH ? n_tail : MAX_MATCH;
+    push(ngram, BREAK);
+    ngram->run = 0;
+    for (size_t i = n_tail - n; i < n_tail; i++) {
+        push(ngram, tail[i]);
+        ngram->run++;
+    }
+    /* the last token of the tail is linked again: what comes next is a new continuation of it */
+    ngram->unlinked = n > 0 ? n - 1 : 0;
+    ngram->n_rows = 0;
+}
+
+/* ---- estimates --------------------------------------------------------------------------- */
+
+typedef struct evidence {
+    int32_t n;
+    int32_t token[MAX_CHILDREN];
+    int32_t top[MAX_CHILDREN];               /* level of the longest match */
+    float count[MAX_CHILDREN][N_LEVELS];     /* by level of the match */
+    float total[N_LEVELS];
+} evidence;
+
+static void note(evidence *found, int32_t token, int32_t level, float weight)
+{
+    int32_t i = 0;
+    while (i < found->n && found->token[i] != token) {
+        i++;
+    }
+    found->total[level] += weight;
+    if (i == found->n) {
+        if (i == MAX_CHILDREN) {
+            return; /* longest and latest matches come first: what is left out is the weakest */
+        }
+        found->n++;
+        found->token[i] = token;
+        found->top[i] = level;
+        memset(found->count[i], 0, sizeof found->count[i]);
+    }
+    found->count[i][level] += weight;
+}
+
+/* Tokens in which the context that ends at end[0] (n) agrees with the log up to position. */
+static int32_t match_length(const es_ngram *ngram, const int32_t *end, int32_t n, uint32_t position)
+{
+    uint32_t age = ngram->total - position; /* 1 = newest */
+    size_t left = ngram->held - age + 1;
+    int32_t most = left < (size_t)n ? (int32_t)left : n;
+    int32_t m = 0;
+    while (m < most && at(ngram, position - (uint32_t)m) == end[-m]) {
+        m++;
+    }
+    return m;
+}
+
+/* Each chain answers for the matches from its own order up to the next: the longer ones were met
+   in the chains before. */
+static void search(const es_ngram *ngram, const int32_t *end, int32_t n, evidence *found)
+{
+    memset(found->total, 0, sizeof found->total);
+    found->n = 0;
+    float weight = 1.0f;
+    for (int32_t o = N_ORDERS - 1; o >= 0; o--) {
+        if (ORDER[o] > n) {
+            continue;
+        }
+        uint32_t h = hash_of(end, ORDER[o]) & (uint32_t)(ngram->n_heads - 1);
+        uint32_t link = ngram->head[(size_t)o * ngram->n_heads + h];
+        uint32_t age = 1; /* continuations exist from age 2 on, and ages only grow */
+        for (int32_t step = 0; step < WALK && link != 0; step++) {
+            uint32_t position = link - 1;
+            uint32_t its_age = ngram->total - position;
+            if (its_age <= age || its_age > ngram->held) {
+                break;
+            }
+            age = its_age;
+            int32_t m = match_length(ngram, end, n, position);
+            if (m >= ORDER[o] && m < ORDER[o + 1]) {
+                int32_t level = N_LEVELS - 1;
+                while (LEVEL[level] > m) {
+                    level--;
+                }
+                note(found, at(ngram, position + 1), level, weight);
+                weight *= AGING;
+            }
+            link = ngram->prev[(size_t)o * ngram->size + (position & (ngram->size - 1))];
+        }
+    }
+}
+
+static float corrected(const es_ngram *ngram, float raw, int32_t bucket)
+{
+    float logit = logf(raw / (1.0f - raw)) + ngram->shift_all + ngram->shift[bucket];
+    return 1.0f / (1.0f + expf(-logit));
+}
+
+/* Continuations of the context, most probable first; ties keep longest and latest first. */
+static int32_t continuations(const es_ngram *ngram, const int32_t *end, int32_t n, child *out)
+{
+    evidence found;
+    search(ngram, end, n, &found);
+    for (int32_t i = 0; i < found.n; i++) {
+        float p = 0.0f, seen = 0.0f, of = 0.0f;
+        float below[N_LEVELS], below_of[N_LEVELS];
+        for (int32_t m = N_LEVELS - 1; m >= 0; m--) {
+            below[m] = seen += found.count[i][m];
+            below_of[m] = of += found.total[m];
+        }
+        for (int32_t m = 0; m < N_LEVELS && below_of[m] > 0.0f; m++) {
+            p = (below[m] + BACKOFF[m] * p) / (below_of[m] + BACKOFF[m]);
+        }
+        p = p < 1e-4f ? 1e-4f : p > 0.999f ? 0.999f : p;
+        child c = {found.token[i], found.top[i] * 2 + (p < 0.5f), p, 0.0f};
+        c.p = corrected(ngram, p, c.bucket);
+        int32_t j = i;
+        while (j > 0 && out[j - 1].p < c.p) {
+            out[j] = out[j - 1];
+            j--;
+        }
+        out[j] = c;
+    }
+    return found.n;
+}
+
+/* ---- trees ------------------------------------------------------------------------------- */
+
+static bool before(const open_child *a, const open_child *b)
+{
+    return a->score > b->score || (a->score == b->score && a->order < b->order);
+}
+
+static void heap_push(es_ngram *ngram, open_child c)
+{
+    int32_t i = ngram->n_heap++;
+    while (i > 0 && before(&c, &ngram->heap[(i - 1) / 2])) {
+        ngram->heap[i] = ngram->heap[(i - 1) / 2];
+        i = (i - 1) / 2;
+    }
+    ngram->heap[i] = c;
+}
+
+static open_child heap_pop(es_ngram *ngram)
+{
+    open_child top = ngram->heap[0], last = ngram->heap[--ngram->n_heap];
+    int32_t i = 0;
+    for (;;) {
+        int32_t j = 2 * i + 1;
+        if (j >= ngram->n_heap) {
+            break;
+        }
+        j += j + 1 < ngram->n_heap && before(&ngram->heap[j + 1], &ngram->heap[j]);
+        if (!before(&ngram->heap[j], &last)) {
+            break;
+        }
+        ngram->heap[i] = ngram->heap[j];
+        i = j;
+    }
+    ngram->heap[i] = last;
+    return top;
+}
+
+static void put_row(es_tree *tree, int32_t token, int32_t parent, int32_t rank, float score)
+{
+    int32_t i = tree->n++;
+    tree->token[i] = token;
+    tree->parent[i] = parent;
+    tree->rank[i] = rank;
+    tree->depth[i] = parent < 0 ? 0 : tree->depth[parent] + 1;
+    tree->mask[i] = (parent < 0 ? 0 : tree->mask[parent]) | UINT64_C(1) << i;
+    tree->score[i] = score;
+}
+
+/* The context of a row: the tail, then the path to it. Returns its length; end points at its last
+   token. buffer (MAX_MATCH + ES_MAX_ROWS) holds the tail in front. */
+static int32_t context_of(const es_tree *tree, int32_t row, int32_t n_tail, int32_t *buffer,
+                          const int32_t **end)
+{
+    int32_t depth = tree->depth[row];
+    *end = buffer + MAX_MATCH - 1 + depth;
+    for (int32_t i = row; i > 0; i = tree->parent[i]) {
+        buffer[MAX_MATCH - 1 + tree->depth[i]] = tree->token[i];
+    }
+    return n_tail + depth < MAX_MATCH ? n_tail + depth : MAX_MATCH;
+}
+
+static int32_t start_tree(const es_ngram *ngram, int32_t *buffer, es_tree *tree)
+{
+    int32_t n_tail = copy_tail(ngram, buffer);
+    tree->n = 0;
+    put_row(tree, n_tail > 0 ? buffer[MAX_MATCH - 1] : 0, -1, 0, 1.0f);
+    return n_tail;
+}
+
+void es_ngram_propose(es_ngram *ngram, int32_t rows, float floor, es_tree *tree)
+{
+    int32_t buffer[MAX_MATCH + ES_MAX_ROWS];
+    int32_t n_tail = start_tree(ngram, buffer, tree);
+    int32_t n_pushed = 0;
+    int32_t n_kept[ES_MAX_ROWS] = {0};
+    ngram->n_heap = 0;
+    for (int32_t row = 0; n_tail > 0 && tree->n < rows; row++) {
+        child kids[MAX_CHILDREN];
+        const int32_t *end;
+        int32_t n = context_of(tree, row, n_tail, buffer, &end);
+        int32_t n_kids = continuations(ngram, end, n, kids);
+        for (int32_t k = 0; k < n_kids; k++) {
+            float score = tree->score[row] * kids[k].p;
+            if (score >= floor) {
+                heap_push(ngram, (open_child){score, n_pushed++, row, kids[k]});
+            }
+        }
+        if (ngram->n_heap == 0) {
+            break;
+        }
+        open_child best = heap_pop(ngram);
+        ngram->row[tree->n] = best.c;
+        ngram->row_parent[tree->n] = best.parent;
+        put_row(tree, best.c.token, best.parent, n_kept[best.parent]++, best.score);
+    }
+    ngram->n_rows = tree->n;
+}
+
+void es_ngram_fill(es_ngram *ngram, const es_tree *shape, es_tree *tree)
+{
+    int32_t buffer[MAX_MATCH + ES_MAX_ROWS];
+    int32_t n_tail = start_tree(ngram, buffer, tree);
+    int32_t kept[ES_MAX_ROWS] = {0}; /* row of the tree a row of the shape became, or -1 */
+    for (int32_t i = 0; i < ES_MAX_ROWS; i++) {
+        ngram->n_children[i] = -1;
+    }
+    for (int32_t i = 1; i < shape->n; i++) {
+        int32_t parent = kept[shape->parent[i]];
+        kept[i] = -1;
+        if (parent < 0 || n_tail == 0) {
+            continue;
+        }
+        if (ngram->n_children[parent] < 0) {
+            const int32_t *end;
+            int32_t n = context_of(tree, parent, n_tail, buffer, &end);
+            ngram->n_children[parent] = continuations(ngram, end, n, ngram->children[parent]);
+        }
+        if (shape->rank[i] < ngram->n_children[parent]) {
+            child c = ngram->children[parent][shape->rank[i]];
+            kept[i] = tree->n;
+            ngram->row[tree->n] = c;
+            ngram->row_parent[tree->n] = parent;
+            put_row(tree, c.token, parent, shape->rank[i], tree->score[parent] * c.p);
+        }
+    }
+    ngram->n_rows = tree->n;
+}
+
+static float step(float value, float by)
+{
+    value += by;
+    return value < -MAX_SHIFT ? -MAX_SHIFT : value > MAX_SHIFT ? MAX_SHIFT : value;
+}
+
+void es_ngram_learn(es_ngram *ngram, const int32_t *tokens, int32_t n)
+{
+    int32_t depth[ES_MAX_ROWS] = {0}; /* of a row on the path that came true, else -1 */
+    for (int32_t i = 1; i < ngram->n_rows; i++) {
+        int32_t d = depth[ngram->row_parent[i]];
+        depth[i] = -1;
+        if (d < 0 || d >= n) {
+            continue;
+        }
+        child *c = &ngram->row[i];
+        bool is_hit = c->token == tokens[d];
+        float miss = (is_hit ? 1.0f : 0.0f) - c->p;
+        ngram->shift[c->bucket] = step(ngram->shift[c->bucket], RATE * miss);
+        ngram->shift_all = step(ngram->shift_all, RATE_ALL * miss);
+        depth[i] = is_hit ? d + 1 : -1;
+    }
+    ngram->n_rows = 0;
+}

@@ -1,0 +1,217 @@
+/* plan.c - see plan.h. */
+#include "plan.h"
+
+#include <string.h>
+
+static const double EWMA = 0.2;          /* weight of a new median in c(n) */
+static const double DRAFT_EWMA = 0.1;
+static const int32_t THIN = 3;           /* fewer measurements than this are not held against n */
+static const int32_t SEEN_MAX = 16;
+static const int64_t AGE_ROUNDS = 256;   /* every so many rounds `seen` is halved */
+static const double FADE = 0.95;         /* of got and want, per drafted round */
+static const double PRIOR_ROWS = 2.0;    /* accepted as expected before any round */
+static const double TRUST_MAX = 1.5;
+static const int64_t GAP_FIRST = 4, GAP_MAX = 512;
+
+/* Fills c for every n from the points that are known (weight > 0), pooled where they fall, joined
+   by lines, and continued by the prior's slope or the observed one, whichever is steeper. */
+static void fill_costs(const double *cost, const int32_t *weight, double slope, double *c)
+{
+    int32_t at[ES_MAX_ROWS], n_points = 0, first[ES_MAX_ROWS], n_pools = 0;
+    double value[ES_MAX_ROWS], mass[ES_MAX_ROWS];
+    for (int32_t n = 1; n <= ES_MAX_ROWS; n++) {
+        if (weight[n] <= 0 || cost[n] <= 0.0) {
+            continue;
+        }
+        at[n_points] = n;
+        first[n_pools] = n_points++;
+        value[n_pools] = cost[n];
+        mass[n_pools++] = weight[n];
+        while (n_pools > 1 && value[n_pools - 2] > value[n_pools - 1]) {
+            int32_t i = n_pools - 2;
+            value[i] = (value[i] * mass[i] + value[i + 1] * mass[i + 1]) / (mass[i] + mass[i + 1]);
+            mass[i] += mass[i + 1];
+            n_pools--;
+        }
+    }
+    if (n_points == 0) {
+        for (int32_t n = 1; n <= ES_MAX_ROWS; n++) {
+            c[n] = 1.0 + slope * (n - 1);
+        }
+        return;
+    }
+    int32_t pool = 0, last = 0;
+    for (int32_t i = 0; i < n_points; i++) {
+        pool += pool + 1 < n_pools && first[pool + 1] <= i;
+        int32_t n = at[i];
+        c[n] = value[pool];
+        if (last == 0) {
+            double one = c[n] / (1.0 + slope * (n - 1));
+            for (int32_t m = 1; m < n; m++) {
+                c[m] = one * (1.0 + slope * (m - 1));
+            }
+        }
+        for (int32_t m = last + 1; last > 0 && m < n; m++) {
+            c[m] = c[last] + (c[n] - c[last]) * (m - last) / (n - last);
+        }
+        last = n;
+    }
+    double per_row = slope * c[1];
+    if (last > 1 && (c[last] - c[1]) / (last - 1) > per_row) {
+        per_row = (c[last] - c[1]) / (last - 1);
+    }
+    for (int32_t n = last + 1; n <= ES_MAX_ROWS; n++) {
+        c[n] = c[last] + per_row * (n - last);
+    }
+}
+
+static void refresh(es_plan *plan)
+{
+    int32_t firm[ES_MAX_ROWS + 1];
+    for (int32_t n = 0; n <= ES_MAX_ROWS; n++) {
+        firm[n] = n == 1 || plan->seen[n] >= THIN ? plan->seen[n] : 0;
+    }
+    fill_costs(plan->cost, plan->seen, plan->slope, plan->smooth);
+    fill_costs(plan->cost, firm, plan->slope, plan->hopeful);
+}
+
+void es_plan_init(es_plan *plan, const double *cost, double slope)
+{
+    memset(plan, 0, sizeof *plan);
+    plan->slope = slope;
+    plan->is_fixed = cost != NULL;
+    for (int32_t n = 1; cost != NULL && n <= ES_MAX_ROWS; n++) {
+        plan->cost[n] = cost[n] > 0.0 ? cost[n] : 0.0;
+        plan->seen[n] = cost[n] > 0.0 ? SEEN_MAX : 0;
+    }
+    plan->probe_gap = GAP_FIRST;
+    plan->probe_at = GAP_FIRST;
+    refresh(plan);
+}
+
+static double trust(const es_plan *plan)
+{
+    double ratio = (plan->got + PRIOR_ROWS) / (plan->want + PRIOR_ROWS);
+    return ratio < TRUST_MAX ? ratio : TRUST_MAX;
+}
+
+static double at_least(double value, double least)
+{
+    return value > least ? value : least;
+}
+
+float es_plan_floor(const es_plan *plan)
+{
+    double least = 1.0;
+    for (int32_t n = 2; n <= ES_MAX_ROWS; n++) {
+        double per_row = (plan->hopeful[n] / plan->hopeful[1] - 1.0) / (n - 1);
+        least = per_row < least ? per_row : least;
+    }
+    /* half: rows that a step of c(n) makes nearly free may follow those that paid for the step */
+    return (float)at_least(0.5 * least / at_least(trust(plan), 1.0), 1e-3);
+}
+
+/* argmax over n of tokens per second, plain among the choices; ties go to fewer rows. */
+static int32_t best_rows(const es_plan *plan, const es_tree *tree, const double *c, double scale)
+{
+    double tokens = 1.0, best = 1.0 / c[1];
+    int32_t n_best = 1;
+    for (int32_t n = 2; n <= tree->n; n++) {
+        tokens += scale * tree->score[n - 1];
+        double rate = tokens / (plan->draft + c[n]);
+        if (rate > best) {
+            best = rate;
+            n_best = n;
+        }
+    }
+    return n_best;
+}
+
+int32_t es_plan_choose(es_plan *plan, const es_tree *tree)
+{
+    double scale = trust(plan);
+    int32_t n = best_rows(plan, tree, plan->smooth, scale);
+    plan->is_probe = false;
+    if (plan->round >= plan->probe_at) {
+        int32_t hoped = best_rows(plan, tree, plan->hopeful, at_least(scale, 1.0));
+        if (hoped > n) {
+            plan->is_probe = true;
+            return hoped;
+        }
+    }
+    return n;
+}
+
+static double median(const double *recent, int32_t n)
+{
+    if (n < ES_PLAN_RECENT) {
+        double least = recent[0]; /* of two, the one less disturbed */
+        for (int32_t i = 1; i < n; i++) {
+            least = recent[i] < least ? recent[i] : least;
+        }
+        return least;
+    }
+    double a = recent[0], b = recent[1], c = recent[2];
+    double low = a < b ? a : b, high = a < b ? b : a;
+    return c < low ? low : c > high ? high : c;
+}
+
+static void measure(es_plan *plan, int32_t n, double seconds)
+{
+    double *recent = plan->recent[n];
+    memmove(recent + 1, recent, (ES_PLAN_RECENT - 1) * sizeof *recent);
+    recent[0] = seconds;
+    int32_t n_recent = 0;
+    while (n_recent < ES_PLAN_RECENT && recent[n_recent] > 0.0) {
+        n_recent++;
+    }
+    double middle = median(recent, n_recent);
+    bool is_new = n_recent < ES_PLAN_RECENT || plan->seen[n] < THIN;
+    plan->cost[n] = is_new ? middle : plan->cost[n] + EWMA * (middle - plan->cost[n]);
+    plan->seen[n] += plan->seen[n] < SEEN_MAX;
+    refresh(plan);
+}
+
+void es_plan_learn(es_plan *plan, const es_tree *tree, int32_t n_tokens, double forward_seconds,
+                   double draft_seconds)
+{
+    int32_t n = tree->n;
+    plan->round++;
+    if (!plan->is_fixed && plan->round % AGE_ROUNDS == 0) {
+        for (int32_t i = 1; i <= ES_MAX_ROWS; i++) {
+            plan->seen[i] -= plan->seen[i] / 2;
+        }
+    }
+    if (!plan->is_fixed && forward_seconds > 0.0) {
+        measure(plan, n, forward_seconds);
+    }
+    if (!plan->is_fixed && draft_seconds > 0.0) {
+        plan->draft += DRAFT_EWMA * (draft_seconds - plan->draft);
+    }
+    if (n > 1) {
+        double sum = 0.0;
+        for (int32_t i = 1; i < n; i++) {
+            sum += tree->score[i];
+        }
+        plan->got = FADE * plan->got + (n_tokens - 1);
+        plan->want = FADE * plan->want + sum;
+    }
+    if (plan->is_probe) {
+        bool is_paying = n_tokens * plan->smooth[1] > plan->draft + plan->smooth[n];
+        plan->probe_gap = is_paying ? 1 : plan->probe_gap < GAP_FIRST ? GAP_FIRST
+                          : plan->probe_gap < GAP_MAX                 ? plan->probe_gap * 2
+                                                                      : GAP_MAX;
+        plan->probe_at = plan->round + plan->probe_gap;
+        plan->is_probe = false;
+    }
+}
+
+double es_plan_cost(const es_plan *plan, int32_t n)
+{
+    return plan->smooth[n];
+}
+
+void es_plan_measured(const es_plan *plan, double *c)
+{
+    memcpy(c, plan->cost, sizeof plan->cost);
+}
