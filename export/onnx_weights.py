@@ -1,0 +1,97 @@
+"""Which form each matrix takes in an ONNX graph, and why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec_export import nbits, quantize
+from edgespec_export.nbits import NBits
+from edgespec_export.weights import Tensor
+
+FLOATS = ("F32", "F16", "BF16")
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """A weight ready for the graph: blocks of codes, or plain floats (out, in)."""
+
+    nbits: NBits | None
+    values: NDArray[np.float16] | NDArray[np.float32] | None
+    form: str  # "int4", "int4+offset", "int8", "float16", "float32"
+    why: str
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(out, in)."""
+        if self.nbits is not None:
+            return self.nbits.shape
+        assert self.values is not None
+        return self.values.shape  # type: ignore[return-value]
+
+    def dequantize(self) -> NDArray[np.float32]:
+        """The numbers the graph computes with."""
+        if self.nbits is not None:
+            return self.nbits.dequantize()
+        assert self.values is not None
+        return self.values.astype(np.float32)
+
+
+def prepare(tensor: Tensor, quant: str | None, *, block: int = nbits.BLOCK) -> Matrix:
+    """The form of one matrix under `--quant` (None = what the source deserves).
+
+    Source blocks that MatMulNBits can hold are kept exactly; other quantised types become 8-bit,
+    whose rounding is far below that of the source; floats stay floats. Under a quant, floats are
+    first put into ggml blocks, so that both containers carry the same numbers.
+    """
+    kind = quantize.kind_for(tensor.name, tensor.shape, quant, tensor.kind)
+    if kind in FLOATS:
+        return _floats(tensor, kind)
+    nbits.check_block(block, tensor.shape[1], tensor.name)
+    if kind not in ("Q4_0", "Q4_1", "Q8_0") or block != nbits.BLOCK:
+        coded = nbits.quantize8(tensor.load_f32(), block)
+        return Matrix(coded, None, "int8", f"{kind} has no exact form; 8 bits keep it")
+    if kind == tensor.kind:
+        raw, source = tensor.load_raw(), "of the source"
+    else:
+        raw, source = (
+            quantize.quantize(kind, tensor.load_f32()),
+            f"made from {tensor.kind}",
+        )
+    coded = nbits.from_ggml(kind, raw)
+    if coded.offsets is not None:
+        return Matrix(
+            coded,
+            None,
+            "int4+offset",
+            f"{kind} {source}, exact: 4-bit codes, float offsets",
+        )
+    return Matrix(coded, None, f"int{coded.bits}", f"{kind} {source}, exact")
+
+
+def _floats(tensor: Tensor, kind: str) -> Matrix:
+    values = tensor.load_f32()
+    if kind == "F32":
+        return Matrix(None, values, "float32", f"{tensor.kind}, exact")
+    with np.errstate(over="ignore"):
+        half = values.astype(np.float16)
+    if kind == "F16" or np.array_equal(half.astype(np.float32), values):
+        exact = "exact" if tensor.kind == kind else "rounded to float16"
+        return Matrix(None, half, "float16", f"{tensor.kind}, {exact}")
+    return Matrix(None, values, "float32", "BF16 beyond what float16 holds")
+
+
+def concat(parts: list[Matrix]) -> Matrix | None:
+    """One matrix of all rows, or None when the parts differ in form."""
+    first = parts[0]
+    if any(p.form != first.form for p in parts):
+        return None
+    if first.nbits is not None:
+        coded = [p.nbits for p in parts if p.nbits is not None]
+        if not all(nbits.is_same_form(coded[0], c) for c in coded):
+            return None
+        return Matrix(nbits.concat(coded), None, first.form, first.why)
+    values = np.concatenate([p.values for p in parts if p.values is not None])
+    return Matrix(None, values, first.form, first.why)
