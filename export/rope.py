@@ -1,0 +1,232 @@
+"""Rotary frequencies from config.json or GGUF metadata, every scaling exact or refused.
+
+The formulas are those of transformers' modeling_rope_utils and of ggml's rope; both agree on
+"default", "linear", "llama3" and "yarn" and these are the kinds known here. Computed in double.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec.errors import FormatError, UnsupportedError
+from edgespec_export.weights import Rope
+
+_YARN = {"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}
+_KEYS: dict[str, set[str]] = {
+    "default": set(),
+    "linear": {"factor"},
+    "llama3": {
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "original_max_position_embeddings",
+    },
+    "yarn": {"factor", "original_max_position_embeddings"} | _YARN,
+}
+_COMMON = {"rope_theta", "rope_type", "type", "partial_rotary_factor", "finetuned"}
+_DEFAULT_THETA = 10000.0
+
+
+def base_frequencies(theta: float, dim: int) -> NDArray[np.float64]:
+    """Unscaled frequencies, (dim / 2,)."""
+    return theta ** -(np.arange(0, dim, 2, dtype=np.float64) / dim)
+
+
+def from_hf(config: Mapping[str, Any], head_dim: int, where: str) -> Rope:
+    """Rope of a config.json, in the 5.x (rope_parameters) or 4.x (rope_scaling) style.
+
+    Raises UnsupportedError for a kind or key whose effect is not known here and FormatError for
+    missing or impossible values; `where` names the file in messages.
+    """
+    new, old = config.get("rope_parameters"), config.get("rope_scaling")
+    if new and old and dict(new) != dict(old):
+        raise FormatError(f"{where}: rope_parameters and rope_scaling disagree: {new} and {old}")
+    given = new or old or {}
+    if not isinstance(given, Mapping):
+        raise FormatError(f"{where}: RoPE parameters must be an object, got {given!r}")
+    scaling = dict(given)
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    if any(isinstance(value, Mapping) for value in scaling.values()):
+        raise UnsupportedError(f"{where}: RoPE parameters that differ by layer are not supported")
+    if kind not in _KEYS:
+        known = ", ".join(_KEYS)
+        raise UnsupportedError(f"{where}: RoPE scaling {kind!r} is not supported; known: {known}")
+    unknown = sorted(set(scaling) - _KEYS[kind] - _COMMON)
+    if unknown:
+        raise UnsupportedError(f"{where}: unknown RoPE parameters for {kind!r}: {unknown}")
+    for part in (scaling, config):
+        if part.get("partial_rotary_factor") not in (None, 1, 1.0):
+            value = part["partial_rotary_factor"]
+            raise UnsupportedError(f"{where}: partial_rotary_factor {value}: only 1 is supported")
+    theta = scaling.get("rope_theta") or config.get("rope_theta") or _DEFAULT_THETA
+    max_position = config.get("max_position_embeddings")
+    if kind in ("llama3", "yarn"):
+        # transformers lets the outer key win and falls back to the context length.
+        outer = config.get("original_max_position_embeddings")
+        scaling["original_max_position_embeddings"] = (
+            outer or scaling.get("original_max_position_embeddings") or max_position
+        )
+        if scaling.get("factor") is None and kind == "yarn" and max_position:
+            scaling["factor"] = max_position / scaling["original_max_position_embeddings"]
+    return _build(float(theta), head_dim, kind, scaling, where)
+
+
+def _build(
+    theta: float, dim: int, kind: str, scaling: Mapping[str, Any], where: str
+) -> Rope:
+    def number(key: str) -> float:
+        value = scaling.get(key)
+        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+            raise FormatError(f"{where}: RoPE {kind!r} needs a positive {key}, got {value!r}")
+        return float(value)
+
+    if dim % 2 or theta <= 0:
+        raise FormatError(f"{where}: RoPE needs an even dimension and a positive base")
+    inv_freq = base_frequencies(theta, dim)
+    attention_factor = 1.0
+    if kind == "linear":
+        inv_freq = inv_freq / number("factor")
+    elif kind == "llama3":
+        inv_freq = _llama3(inv_freq, number)
+    elif kind == "yarn":
+        inv_freq = _yarn(inv_freq, theta, number, scaling, where)
+        attention_factor = _yarn_attention(number("factor"), scaling)
+    config = {"rope_type": kind, "rope_theta": theta} | {
+        key: scaling[key] for key in _KEYS[kind] if scaling.get(key) is not None
+    }
+    return Rope(theta, dim, kind, inv_freq, attention_factor, config)
+
+
+def _llama3(
+    inv_freq: NDArray[np.float64], number: Callable[[str], float]
+) -> NDArray[np.float64]:
+    low, high = number("low_freq_factor"), number("high_freq_factor")
+    turns = number("original_max_position_embeddings") * inv_freq / (2 * math.pi)
+    # Fewer than `low` turns in the original context: interpolate; more than `high`: keep.
+    keep = np.clip((turns - low) / (high - low), 0, 1) if high != low else (turns >= low) * 1.0
+    return (1 - keep) * inv_freq / number("factor") + keep * inv_freq
+
+
+def _yarn(
+    inv_freq: NDArray[np.float64],
+    theta: float,
+    number: Callable[[str], float],
+    scaling: Mapping[str, Any],
+    where: str,
+) -> NDArray[np.float64]:
+    if scaling.get("truncate") not in (None, True):
+        raise UnsupportedError(f"{where}: RoPE 'yarn' with truncate false is not supported")
+    dim = 2 * len(inv_freq)
+    context = number("original_max_position_embeddings")
+
+    def dimension(turns: float) -> float:
+        return dim * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low = max(math.floor(dimension(float(scaling.get("beta_fast") or 32))), 0)
+    high = min(math.ceil(dimension(float(scaling.get("beta_slow") or 1))), dim - 1)
+    ramp = np.clip((np.arange(dim // 2) - low) / (high - low if high != low else 0.001), 0, 1)
+    return inv_freq / number("factor") * ramp + inv_freq * (1 - ramp)
+
+
+def _mscale(factor: float, weight: float = 1.0) -> float:
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+
+def _yarn_attention(factor: float, scaling: Mapping[str, Any]) -> float:
+    given = scaling.get("attention_factor")
+    if given is not None:
+        return float(given)
+    up, down = scaling.get("mscale"), scaling.get("mscale_all_dim")
+    if up and down:
+        return _mscale(factor, up) / _mscale(factor, down)
+    return _mscale(factor)
+
+
+def from_gguf(
+    metadata: Mapping[str, Any],
+    arch: str,
+    head_dim: int,
+    max_position: int,
+    freq_factors: NDArray[np.float32] | None,
+    where: str,
+) -> Rope:
+    """Rope of GGUF metadata as llama.cpp reads it; freq_factors is rope_freqs.weight."""
+
+    def get(key: str, default: Any = None) -> Any:
+        return metadata.get(f"{arch}.rope.{key}", default)
+
+    for key, neutral in (
+        ("scaling.yarn_ext_factor", (-1, 1)),
+        ("scaling.yarn_attn_factor", (-1, 1)),
+        ("scaling.yarn_log_multiplier", (0,)),
+        ("scaling.alpha", (0,)),
+    ):
+        if get(key, neutral[0]) not in neutral:
+            raise UnsupportedError(f"{where}: {arch}.rope.{key} = {get(key)} is not supported")
+    theta = float(get("freq_base", _DEFAULT_THETA))
+    factor = float(get("scaling.factor", get("scale_linear", 0)) or 1)
+    kind = get("scaling.type", "linear")
+    attention = float(get("scaling.attn_factor", 1) or 1)
+    if kind not in ("none", "linear", "yarn"):
+        raise UnsupportedError(
+            f"{where}: RoPE scaling {kind!r} is not supported; known: none, linear, yarn"
+        )
+    is_scaled = kind == "yarn" or (kind == "linear" and factor != 1)
+    if freq_factors is not None:
+        if is_scaled:
+            raise UnsupportedError(f"{where}: rope_freqs together with RoPE scaling {kind!r}")
+        if freq_factors.shape != (head_dim // 2,):
+            raise FormatError(
+                f"{where}: tensor 'rope_freqs': expected shape {(head_dim // 2,)}, "
+                f"got {freq_factors.shape}"
+            )
+        inv_freq = base_frequencies(theta, head_dim) / freq_factors.astype(np.float64)
+        config = {"rope_type": "llama3", "rope_theta": theta}
+        return Rope(theta, head_dim, "llama3", inv_freq, attention, config)
+    if not is_scaled:
+        plain = _build(theta, head_dim, "default", {}, where)
+        return Rope(theta, head_dim, "default", plain.inv_freq, attention, plain.config)
+    scaling: dict[str, Any] = {"factor": factor}
+    if kind == "yarn":
+        scaling |= {
+            "original_max_position_embeddings": get(
+                "scaling.original_context_length", max_position
+            ),
+            "beta_fast": get("scaling.yarn_beta_fast"),
+            "beta_slow": get("scaling.yarn_beta_slow"),
+            "attention_factor": attention * _mscale(factor) if attention != 1 else None,
+        }
+        return _build(theta, head_dim, "yarn", scaling, where)
+    made = _build(theta, head_dim, "linear", scaling, where)
+    return Rope(theta, head_dim, "linear", made.inv_freq, attention, made.config)
+
+
+def gguf_scaling(rope: Rope) -> dict[str, Any]:
+    """Metadata under "ARCH.rope." that makes llama.cpp compute this rope."""
+    keys: dict[str, Any] = {"dimension_count": rope.dim, "freq_base": rope.theta}
+    if rope.kind in ("linear", "yarn"):
+        keys["scaling.type"] = rope.kind
+        keys["scaling.factor"] = float(rope.config["factor"])
+    expected = 1.0
+    if rope.kind == "yarn":
+        expected = _mscale(float(rope.config["factor"]))
+        original = rope.config["original_max_position_embeddings"]
+        keys["scaling.original_context_length"] = int(original)
+        for ours, theirs in (("beta_fast", "yarn_beta_fast"), ("beta_slow", "yarn_beta_slow")):
+            if rope.config.get(ours) is not None:
+                keys[f"scaling.{theirs}"] = float(rope.config[ours])
+    if rope.attention_factor != expected:
+        keys["scaling.attn_factor"] = rope.attention_factor / expected
+    return keys
+
+
+def freq_factors(rope: Rope) -> NDArray[np.float32] | None:
+    """Content of rope_freqs.weight, (dim / 2,), for the kind that needs it."""
+    if rope.kind != "llama3":
+        return None
+    return (base_frequencies(rope.theta, rope.dim) / rope.inv_freq).astype(np.float32)
