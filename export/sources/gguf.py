@@ -1,0 +1,274 @@
+"""GGUF checkpoints, whole or in shards, as a neutral weight set."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec import tokenizer_gguf
+from edgespec.errors import FormatError, UnsupportedError
+from edgespec_export import rope
+from edgespec_export.arch import Architecture, by_gguf_name, check_names, check_shape, slots
+from edgespec_export.quantize import dequantize
+from edgespec_export.sources.gguf_header import (
+    GGUFFile,
+    Metadata,
+    TensorInfo,
+    open_gguf,
+)
+from edgespec_export.weights import ModelConfig, Origin, Tensor, WeightSet
+
+_SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
+_READ = frozenset(
+    """block_count context_length embedding_length feed_forward_length
+    attention.head_count attention.head_count_kv attention.key_length
+    attention.value_length attention.layer_norm_rms_epsilon attention.sliding_window
+    vocab_size expert_count expert_used_count rope.dimension_count rope.freq_base
+    rope.scale_linear rope.scaling.type rope.scaling.factor rope.scaling.attn_factor
+    rope.scaling.original_context_length rope.scaling.finetuned rope.scaling.alpha
+    rope.scaling.yarn_ext_factor rope.scaling.yarn_attn_factor
+    rope.scaling.yarn_beta_fast rope.scaling.yarn_beta_slow
+    rope.scaling.yarn_log_multiplier""".split()
+)
+ROPE_FREQS = "rope_freqs.weight"
+
+
+def read(path: Path) -> WeightSet:
+    """Weights of a GGUF file; of all its shards when the name ends in -0000K-of-0000N.gguf.
+
+    Tensors stay on disk until asked for, q and k rows come out in half-split order.
+
+    Raises FormatError (damaged, truncated, missing or extra tensors, wrong shapes) and
+    UnsupportedError (architecture, RoPE scaling, tokenizer), naming file and tensor.
+    """
+    paths = shards(path)
+    files = [open_gguf(file) for file in paths]
+    metadata = files[0].metadata
+    check_shards(files)
+    stored: dict[str, tuple[GGUFFile, TensorInfo]] = {}
+    for file in files:
+        for info in file.tensors:
+            if info.name in stored:
+                raise FormatError(f"{file.path}: tensor {info.name!r} is in another shard too")
+            stored[info.name] = (file, info)
+    where = str(path)
+    arch = by_gguf_name(metadata.get("general.architecture"), where)
+    factors = _freq_factors(stored)
+    config = _config(arch, metadata, stored, factors, where)
+    tensors = _tensors(arch, config, stored, where)
+    if len(metadata.get("tokenizer.ggml.tokens", ())) > config.vocab:
+        raise FormatError(
+            f"{where}: {len(metadata['tokenizer.ggml.tokens'])} tokens, but the embedding has "
+            f"only {config.vocab} rows"
+        )
+    sampling = {
+        key: metadata.get(f"general.sampling.{key}") for key in ("temp", "top_p")
+    }
+    return WeightSet(
+        config=config,
+        tensors=tensors,
+        tokenizer_json=tokenizer_gguf.tokenizer_json(metadata),
+        chat_template=metadata.get("tokenizer.chat_template"),
+        bos_id=tokenizer_gguf.bos_id(metadata),
+        eos_ids=tokenizer_gguf.eos_ids(metadata),
+        add_bos=tokenizer_gguf.add_bos(metadata),
+        temperature=sampling["temp"],
+        top_p=sampling["top_p"],
+        name=metadata.get("general.name"),
+        origin=Origin(
+            source=path.name,
+            format="gguf",
+            sha256=sha256(paths),
+            licence=metadata.get("general.license"),
+        ),
+        gguf_metadata=metadata,
+    )
+
+
+def shards(path: Path) -> list[Path]:
+    """The files a GGUF consists of, in order; FileNotFoundError naming an absent one."""
+    match = _SHARD.fullmatch(path.name)
+    count = int(match[3]) if match else 1
+    paths = [path]
+    if match:
+        paths = [
+            path.with_name(f"{match[1]}-{k + 1:05d}-of-{match[3]}.gguf") for k in range(count)
+        ]
+    for file in paths:
+        if not file.is_file():
+            raise FileNotFoundError(f"{file}: no such file; {path.name} needs {count} file(s)")
+    return paths
+
+
+def sha256(paths: Iterable[Path]) -> str:
+    """Checksum of a file, or of the lines "checksum  name" of several."""
+    sums = []
+    for path in paths:
+        digest = hashlib.sha256()
+        with path.open("rb") as file:
+            while chunk := file.read(1 << 20):
+                digest.update(chunk)
+        sums.append((digest.hexdigest(), path.name))
+    if len(sums) == 1:
+        return sums[0][0]
+    lines = "".join(f"{value}  {name}\n" for value, name in sums)
+    return hashlib.sha256(lines.encode()).hexdigest()
+
+
+def check_shards(files: list[GGUFFile]) -> None:
+    """FormatError when the files do not say they are the shards of one model."""
+    count = files[0].metadata.get("split.count", 1) or 1
+    if count != len(files):
+        raise FormatError(
+            f"{files[0].path}: says it has {count} shards, but its name stands for {len(files)}"
+        )
+    if count == 1:
+        return
+    total = files[0].metadata.get("split.tensors.count")
+    found = sum(len(file.tensors) for file in files)
+    if total is not None and total != found:
+        raise FormatError(f"{files[0].path}: expected {total} tensors in all shards, got {found}")
+    for k, file in enumerate(files):
+        if file.metadata.get("split.no") != k:
+            raise FormatError(
+                f"{file.path}: expected split.no {k}, got {file.metadata.get('split.no')}"
+            )
+
+
+def half_split(raw: NDArray[Any], n_heads: int) -> NDArray[Any]:
+    """Rows (2i, 2i + 1) of each head to (i, i + d/2)."""
+    rows = raw.reshape(n_heads, -1, 2, *raw.shape[1:])
+    return np.ascontiguousarray(rows.swapaxes(1, 2)).reshape(raw.shape)
+
+
+def interleaved(raw: NDArray[Any], n_heads: int) -> NDArray[Any]:
+    """The inverse of `half_split`."""
+    rows = raw.reshape(n_heads, 2, -1, *raw.shape[1:])
+    return np.ascontiguousarray(rows.swapaxes(1, 2)).reshape(raw.shape)
+
+
+def _freq_factors(
+    stored: dict[str, tuple[GGUFFile, TensorInfo]],
+) -> NDArray[np.float32] | None:
+    if ROPE_FREQS not in stored:
+        return None
+    file, info = stored[ROPE_FREQS]
+    if info.kind != "F32" or len(info.shape) != 1:
+        raise FormatError(
+            f"{file.path}: tensor 'rope_freqs': expected a vector of F32, got {info.kind} "
+            f"{info.shape}"
+        )
+    return np.frombuffer(file.raw(info).tobytes(), np.float32)
+
+
+def _config(
+    arch: Architecture,
+    metadata: Metadata,
+    stored: dict[str, tuple[GGUFFile, TensorInfo]],
+    factors: NDArray[np.float32] | None,
+    where: str,
+) -> ModelConfig:
+    prefix = arch.gguf + "."
+    keys = {k.removeprefix(prefix) for k in metadata if k.startswith(prefix)}
+    unknown = sorted(keys - _READ - arch.gguf_ignored)
+    if unknown:
+        names = ", ".join(prefix + key for key in unknown)
+        raise UnsupportedError(f"{where}: metadata whose effect is not known: {names}")
+
+    def whole(key: str, default: int | None = None) -> int:
+        value = metadata.get(prefix + key, default)
+        if isinstance(value, list) and len(set(value)) == 1:
+            value = value[0]
+        if isinstance(value, list):
+            raise UnsupportedError(f"{where}: {prefix}{key} differs by layer")
+        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+            raise FormatError(f"{where}: {prefix}{key}: expected a positive integer, got {value}")
+        return value
+
+    if metadata.get(prefix + "expert_count"):
+        raise UnsupportedError(f"{where}: mixture-of-experts models are not supported")
+    hidden, n_heads = whole("embedding_length"), whole("attention.head_count")
+    head_dim = whole("attention.key_length", hidden // n_heads)
+    n_kv_heads = whole("attention.head_count_kv", n_heads)
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if whole(key, head_dim) != head_dim:
+            raise UnsupportedError(
+                f"{where}: {prefix}{key} {whole(key)} differs from the head size {head_dim}"
+            )
+    if n_heads % n_kv_heads:
+        raise FormatError(f"{where}: {n_heads} heads do not divide among {n_kv_heads} KV heads")
+    context = whole("context_length")
+    window = metadata.get(prefix + "attention.sliding_window")
+    if window and window < context:
+        raise UnsupportedError(
+            f"{where}: sliding window {window} is smaller than the context {context}; windows "
+            "are not supported"
+        )
+    if "token_embd.weight" not in stored:
+        raise FormatError(f"{where}: tensors do not fit the architecture; missing: token_embd")
+    vocab = stored["token_embd.weight"][1].shape[0]
+    if metadata.get(prefix + "vocab_size", vocab) != vocab:
+        raise FormatError(
+            f"{where}: {prefix}vocab_size {metadata[prefix + 'vocab_size']}, but the embedding "
+            f"has {vocab} rows"
+        )
+    eps = metadata.get(prefix + "attention.layer_norm_rms_epsilon")
+    if not isinstance(eps, float) or eps <= 0:
+        raise FormatError(f"{where}: {prefix}attention.layer_norm_rms_epsilon: got {eps}")
+    return ModelConfig(
+        arch=arch.gguf,
+        n_layers=whole("block_count"),
+        hidden=hidden,
+        n_heads=n_heads,
+        n_kv_heads=n_kv_heads,
+        head_dim=head_dim,
+        ffn=whole("feed_forward_length"),
+        vocab=vocab,
+        max_position=context,
+        rms_eps=eps,
+        rope=rope.from_gguf(metadata, arch.gguf, head_dim, context, factors, where),
+        is_tied="output.weight" not in stored,
+    )
+
+
+def _tensors(
+    arch: Architecture,
+    config: ModelConfig,
+    stored: dict[str, tuple[GGUFFile, TensorInfo]],
+    where: str,
+) -> dict[str, Tensor]:
+    if config.n_layers > len(stored):
+        raise FormatError(f"{where}: {config.n_layers} layers in {len(stored)} tensors")
+    expected = slots(arch, config)
+    found = [name for name in stored if name != ROPE_FREQS]
+    check_names((f"{name}.weight" for name in expected), found, where)
+    tensors = {}
+    for full in found:
+        file, info = stored[full]
+        slot = expected[full.removesuffix(".weight")]
+        check_shape(slot.name, slot.shape, info.shape, str(file.path))
+        tensors[slot.name] = Tensor(
+            name=slot.name,
+            shape=slot.shape,
+            kind=info.kind,
+            load_raw=partial(_load_raw, file, info, slot.n_heads),
+            load_f32=partial(_load_f32, file, info, slot.n_heads),
+        )
+    return tensors
+
+
+def _load_raw(file: GGUFFile, info: TensorInfo, n_heads: int) -> NDArray[np.uint8]:
+    raw = file.raw(info)
+    return half_split(raw, n_heads) if n_heads else raw
+
+
+def _load_f32(file: GGUFFile, info: TensorInfo, n_heads: int) -> NDArray[np.float32]:
+    raw = _load_raw(file, info, n_heads)
+    return dequantize(info.kind, raw, info.shape[-1]).reshape(info.shape)

@@ -1,0 +1,244 @@
+"""Tokenizers into GGUF metadata: what llama.cpp needs to give tokenizer.json's tokens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gguf import GGUFValueType
+
+from edgespec.errors import FormatError, UnsupportedError
+from edgespec.tokenizer_gguf import (
+    BYTE,
+    CONTROL,
+    DIGITS,
+    END_OF_TURN,
+    NORMAL,
+    SPACE,
+    SPLITS,
+    UNKNOWN,
+    UNUSED,
+    USER_DEFINED,
+    Split,
+    merges_by_score,
+)
+from edgespec_export.sources.gguf_header import Metadata
+
+_PREFIX = "tokenizer.ggml."
+_GPT2 = SPLITS["gpt-2"].steps[0]
+
+
+def metadata(
+    tokenizer_json: str,
+    *,
+    vocab: int,
+    bos_id: int | None,
+    eos_ids: Sequence[int],
+    add_bos: bool,
+    chat_template: str | None,
+) -> Metadata:
+    """Metadata "tokenizer.*" for a vocabulary padded to `vocab` rows of the embedding.
+
+    The pre-tokenizer is identified by its structure, not by a name. A SentencePiece vocabulary
+    that prefixes a space to the first word only ("first") cannot be told apart from one that
+    does so after every special token by llama.cpp; our own key edgespec.tokenizer.prepend_scheme
+    keeps the difference.
+
+    Raises UnsupportedError for tokenizers llama.cpp has no equal of, FormatError for more
+    tokens than rows.
+    """
+    data = json.loads(tokenizer_json)
+    model = data.get("model") or {}
+    if model.get("type") != "BPE":
+        raise UnsupportedError(
+            f"tokenizer.json: model {model.get('type')!r} is not supported; expected 'BPE'"
+        )
+    made = Metadata()
+    tokens, types = _vocabulary(data, vocab, has_bytes=bool(model.get("byte_fallback")))
+    merges = [_pair(merge) for merge in model.get("merges") or ()]
+    if model.get("byte_fallback"):
+        _sentencepiece(made, data, tokens, types, merges)
+    else:
+        _byte_level(made, data, merges)
+    _array(made, "tokens", tokens, GGUFValueType.STRING)
+    _array(made, "token_type", types, GGUFValueType.INT32)
+    _ids(made, tokens, bos_id, eos_ids)
+    unknown = model.get("unk_token")
+    if unknown in tokens:
+        index = tokens.index(unknown)
+        made.put(_PREFIX + "unknown_token_id", index, GGUFValueType.UINT32)
+    made.put(_PREFIX + "add_bos_token", add_bos, GGUFValueType.BOOL)
+    if chat_template:
+        made.put("tokenizer.chat_template", chat_template, GGUFValueType.STRING)
+    return made
+
+
+def pre_tokenizer_name(data: Mapping[str, Any]) -> str:
+    """tokenizer.ggml.pre of a parsed tokenizer.json, by the structure of its parts."""
+    steps = _steps(data.get("pre_tokenizer"))
+    ignore_merges = bool(data["model"].get("ignore_merges"))
+    normalizers = [part["type"] for part in _parts(data.get("normalizer"), "normalizers")]
+    if normalizers not in ([], ["NFC"]):
+        raise UnsupportedError(f"tokenizer.json: normalizer {normalizers} is not supported")
+    looked_for = Split(steps, ignore_merges, is_nfc=normalizers == ["NFC"])
+    for name, known in SPLITS.items():
+        same = Split(known.steps, known.ignore_merges, is_nfc=known.is_nfc)
+        if same == looked_for:
+            return name
+    raise UnsupportedError(
+        f"tokenizer.json: no pre-tokenizer of llama.cpp known here cuts text by {list(steps)}"
+        f" with ignore_merges {ignore_merges} and normalizer {normalizers}"
+    )
+
+
+def _steps(pre: Mapping[str, Any] | None) -> tuple[str, ...]:
+    found: list[str] = []
+    has_bytes = False
+    for part in _parts(pre, "pretokenizers"):
+        kind = part["type"]
+        if kind == "Digits" and part.get("individual_digits"):
+            found.append(DIGITS)
+        elif (
+            kind == "Split"
+            and part.get("behavior") in ("Isolated", "Removed")
+            and "Regex" in part["pattern"]
+            and bool(part.get("invert")) == (part["behavior"] == "Removed")
+        ):
+            regex = part["pattern"]["Regex"]
+            # One digit at a time, spelt as an expression.
+            found.append(DIGITS if regex in (r"\p{N}", r"\d") else regex)
+        elif kind == "ByteLevel" and not part.get("add_prefix_space"):
+            has_bytes = True
+            if part.get("use_regex", True):
+                found.append(_GPT2)
+        else:
+            raise UnsupportedError(f"tokenizer.json: pre-tokenizer {dict(part)}")
+    if not has_bytes:
+        raise UnsupportedError("tokenizer.json: BPE neither byte-level nor with byte fallback")
+    return tuple(found)
+
+
+def _parts(part: Mapping[str, Any] | None, key: str) -> list[Mapping[str, Any]]:
+    if part is None:
+        return []
+    return list(part[key]) if part["type"] == "Sequence" else [part]
+
+
+def _byte_level(made: Metadata, data: Mapping[str, Any], merges: list[list[str]]) -> None:
+    made.put(_PREFIX + "model", "gpt2", GGUFValueType.STRING)
+    made.put(_PREFIX + "pre", pre_tokenizer_name(data), GGUFValueType.STRING)
+    lines = [" ".join(pair) for pair in merges]
+    _array(made, "merges", lines, GGUFValueType.STRING)
+
+
+def _sentencepiece(
+    made: Metadata,
+    data: Mapping[str, Any],
+    tokens: list[str],
+    types: list[int],
+    merges: list[list[str]],
+) -> None:
+    """Scores under which llama.cpp merges in the order of `merges`, or UnsupportedError."""
+    absent = next((b for b in range(256) if f"<0x{b:02X}>" not in tokens), None)
+    if absent is not None:
+        raise FormatError(f"tokenizer.json: no token for byte 0x{absent:02X}")
+    rank: dict[str, int] = {}
+    for left, right in merges:
+        rank.setdefault(left + right, len(rank))
+    scores = [-float(rank.get(token, len(rank) + i)) for i, token in enumerate(tokens)]
+    if len(rank) + len(tokens) > 1 << 24:
+        raise UnsupportedError("tokenizer.json: too many tokens for scores in float32")
+    rebuilt = merges_by_score(tokens, types, scores)
+    if {tuple(pair) for pair in merges} != set(rebuilt) or [
+        left + right for left, right in merges
+    ] != [left + right for left, right in rebuilt]:
+        raise UnsupportedError(
+            "tokenizer.json: its merges are not those a SentencePiece vocabulary has, so "
+            "llama.cpp would cut text differently"
+        )
+    has_prefix, scheme = _space_prefix(data)
+    made.put(_PREFIX + "model", "llama", GGUFValueType.STRING)
+    made.put(_PREFIX + "pre", "default", GGUFValueType.STRING)
+    made.put(_PREFIX + "add_space_prefix", has_prefix, GGUFValueType.BOOL)
+    if scheme:
+        made.put("edgespec.tokenizer.prepend_scheme", scheme, GGUFValueType.STRING)
+    _array(made, "scores", scores, GGUFValueType.FLOAT32)
+
+
+def _space_prefix(data: Mapping[str, Any]) -> tuple[bool, str | None]:
+    parts = [
+        *_parts(data.get("normalizer"), "normalizers"),
+        *_parts(data.get("pre_tokenizer"), "pretokenizers"),
+    ]
+    has_prefix, scheme, is_replaced = False, None, False
+    for part in parts:
+        if part["type"] == "Prepend" and part["prepend"] == SPACE:
+            has_prefix = True
+        elif part["type"] == "Replace" and part["pattern"] == {"String": " "}:
+            is_replaced = part["content"] == SPACE
+        elif part["type"] == "Metaspace" and not part.get("split", True):
+            is_replaced = part.get("replacement") == SPACE
+            has_prefix = part.get("prepend_scheme", "always") != "never"
+            scheme = "first" if part.get("prepend_scheme") == "first" else None
+        else:
+            raise UnsupportedError(f"tokenizer.json: step {dict(part)} with byte fallback")
+    if not is_replaced:
+        raise UnsupportedError("tokenizer.json: byte fallback without U+2581 for spaces")
+    return has_prefix, scheme
+
+
+def _vocabulary(
+    data: Mapping[str, Any], rows: int, *, has_bytes: bool
+) -> tuple[list[str], list[int]]:
+    words: dict[int, str] = {i: token for token, i in data["model"]["vocab"].items()}
+    kinds = dict.fromkeys(words, NORMAL)
+    if has_bytes:
+        kinds |= {
+            i: BYTE for i, t in words.items() if len(t) == 6 and t[:3] == "<0x" and t[5] == ">"
+        }
+    for token in data.get("added_tokens") or ():
+        stripped = [k for k in ("lstrip", "rstrip", "single_word") if token.get(k)]
+        if stripped:
+            raise UnsupportedError(
+                f"tokenizer.json: added token {token['content']!r} with {stripped[0]}"
+            )
+        words[token["id"]] = token["content"]
+        is_control = token.get("special") or token["content"] in END_OF_TURN
+        kinds[token["id"]] = CONTROL if is_control else USER_DEFINED
+        if token["content"] == data["model"].get("unk_token") and has_bytes:
+            kinds[token["id"]] = UNKNOWN
+    if words and max(words) >= rows:
+        raise FormatError(
+            f"tokenizer.json has {max(words) + 1} tokens, the embedding only {rows} rows"
+        )
+    # llama.cpp wants one token for every row.
+    for i in range(rows):
+        if i not in words:
+            words[i], kinds[i] = f"[PAD{i}]", UNUSED
+    order = range(rows)
+    return [words[i] for i in order], [kinds[i] for i in order]
+
+
+def _ids(
+    made: Metadata, tokens: Sequence[str], bos_id: int | None, eos_ids: Sequence[int]
+) -> None:
+    if bos_id is not None:
+        made.put(_PREFIX + "bos_token_id", bos_id, GGUFValueType.UINT32)
+    if eos_ids:
+        made.put(_PREFIX + "eos_token_id", eos_ids[0], GGUFValueType.UINT32)
+    for i in eos_ids[1:]:
+        key = "eom_token_id" if tokens[i] == "<|eom_id|>" else "eot_token_id"
+        if tokens[i] in END_OF_TURN and _PREFIX + key not in made:
+            made.put(_PREFIX + key, i, GGUFValueType.UINT32)
+
+
+def _array(made: Metadata, key: str, values: list[Any], item: GGUFValueType) -> None:
+    made.put(_PREFIX + key, values, GGUFValueType.ARRAY, item)
+
+
+def _pair(merge: str | Sequence[str]) -> list[str]:
+    if isinstance(merge, str):
+        left, _, right = merge.partition(" ")
+        return [left, right]
+    return list(merge)
