@@ -1,12 +1,12 @@
 /* draft_ngram.c - see draft_ngram.h. */
 #include "draft_ngram.h"
 
-#include <math.h>
 #include <stdbool.h>
 #include <string.h>
 
 #include "alloc.h"
 #include "error.h"
+#include "fmath.h"
 
 /*
  * The log keeps the last `size` tokens by position. For every context length in ORDER each position
@@ -20,33 +20,41 @@ enum {
     MAX_MATCH = 24,     /* tokens compared backwards */
     N_LEVELS = 10,      /* match lengths told apart */
     MAX_CHILDREN = 16,  /* continuations kept per row */
-    N_BUCKETS = N_LEVELS * 2,
+    FREQUENT = 16,      /* occurrences counted */
     BREAK = -1          /* in the log between texts that do not follow each other */
 };
 static const int32_t ORDER[N_ORDERS + 1] = {1, 2, 4, 8, INT32_MAX};
 static const int32_t LEVEL[N_LEVELS] = {1, 2, 3, 4, 5, 6, 8, 11, 16, 24};
 
 /*
- * A token's probability is blended from the shortest context to the longest:
+ * A token's probability is first blended from the shortest context to the longest,
  *     P_m = (c_m(token) + BACKOFF_m * P_(m-1)) / (c_m + BACKOFF_m),    P_0 = 0
- * with c_m the occurrences whose match is at least LEVEL[m] long, a match worth less the more
- * later ones there are. Constants fitted on replies to training prompts.
+ * with c_m the occurrences whose match is at least LEVEL[m] long, each worth AGING times the one
+ * met before; then corrected by a logistic regression. Constants fitted on a small model's greedy
+ * replies to training prompts.
  */
 #ifndef ES_NGRAM_TUNE
 #define TUNABLE static const
 #else
 #define TUNABLE
 #endif
-TUNABLE float BACKOFF[N_LEVELS] = {4.0f, 2.0f, 1.5f, 1.0f, 1.0f, 1.0f, 1.0f, 1.0f, 1.0f, 1.0f};
-TUNABLE float AGING = 0.9f;      /* weight of an occurrence per later one of its context */
-TUNABLE float RATE = 0.05f;      /* step of the online correction */
-TUNABLE float RATE_ALL = 0.02f;  /* the same for the part all matches share */
+TUNABLE float BACKOFF[N_LEVELS] = {0.40f, 0.63f, 1.38f, 1.37f, 2.63f,
+                                    3.02f, 1.83f, 0.85f, 0.61f, 0.47f};
+TUNABLE float AGING = 0.8f;
+TUNABLE struct {
+    float bias;
+    float blended;   /* logit of P */
+    float frequent;  /* log(1 + occurrences of the token anywhere, up to FREQUENT) */
+    float own;       /* the occurrence is in generated text, not in what was fed */
+    float length;    /* log of the longest match any continuation has */
+} WEIGHT = {-2.22f, 0.61f, 0.52f, 0.34f, 0.36f};
+TUNABLE float RATE = 0.1f;       /* step of the online correction, by kind of match */
+TUNABLE float RATE_ALL = 0.05f;  /* the same for the part all matches share */
 static const float MAX_SHIFT = 3.0f; /* bound of either part, in logits */
 
 typedef struct child {
     int32_t token;
-    int32_t bucket;
-    float raw;          /* P before the online correction */
+    int32_t kind;       /* level of its longest match: where the online correction is kept */
     float p;
 } child;
 
@@ -65,10 +73,12 @@ struct es_ngram {
     size_t held;                 /* of these, still in the log */
     size_t run;                  /* tokens since the last break */
     size_t unlinked;             /* of these, the first ones: a tail repeated for context only */
+    size_t n_own;                /* tokens of the next add that were generated */
     int32_t *log;                /* (size) */
+    uint8_t *is_own;             /* (size) */
     uint32_t *prev;              /* (N_ORDERS, size) position + 1, 0 = none */
     uint32_t *head;              /* (N_ORDERS, n_heads) position + 1, 0 = none */
-    float shift[N_BUCKETS];      /* online correction by kind of match */
+    float shift[N_LEVELS];       /* online correction, in logits */
     float shift_all;
     int32_t n_rows;              /* rows of the proposal awaiting judgement, 0 = none */
     int32_t row_parent[ES_MAX_ROWS];
@@ -103,9 +113,11 @@ es_status es_ngram_new(size_t capacity, es_ngram **out)
     ngram->size = power_of_two(capacity);
     ngram->n_heads = ngram->size;
     ngram->log = es_calloc(ngram->size, sizeof *ngram->log);
+    ngram->is_own = es_calloc(ngram->size, sizeof *ngram->is_own);
     ngram->prev = es_calloc(ngram->size * N_ORDERS, sizeof *ngram->prev);
     ngram->head = es_calloc(ngram->n_heads * N_ORDERS, sizeof *ngram->head);
-    if (ngram->log == NULL || ngram->prev == NULL || ngram->head == NULL) {
+    if (ngram->log == NULL || ngram->is_own == NULL || ngram->prev == NULL ||
+        ngram->head == NULL) {
         es_ngram_free(ngram);
         return es_fail(ES_ERR_MEMORY, "n-gram index: no memory for %zu tokens", capacity);
     }
@@ -117,6 +129,7 @@ void es_ngram_free(es_ngram *ngram)
 {
     if (ngram != NULL) {
         es_free(ngram->log);
+        es_free(ngram->is_own);
         es_free(ngram->prev);
         es_free(ngram->head);
         es_free(ngram);
@@ -152,8 +165,9 @@ static int32_t copy_tail(const es_ngram *ngram, int32_t *context)
     return (int32_t)n;
 }
 
-static void push(es_ngram *ngram, int32_t token)
+static void push(es_ngram *ngram, int32_t token, bool is_own)
 {
+    ngram->is_own[ngram->total & (ngram->size - 1)] = is_own;
     ngram->log[ngram->total & (ngram->size - 1)] = token;
     ngram->total++;
     ngram->held += ngram->held < ngram->capacity;
@@ -179,24 +193,28 @@ void es_ngram_add(es_ngram *ngram, const int32_t *tokens, size_t n)
         if (ngram->run > ngram->unlinked) {
             link_last(ngram);
         }
-        push(ngram, tokens[i]);
+        push(ngram, tokens[i], i < ngram->n_own);
         ngram->run++;
     }
-    ngram->n_rows = n > 0 ? 0 : ngram->n_rows;
+    if (n > 0) {
+        ngram->n_rows = 0;
+        ngram->n_own = 0;
+    }
 }
 
 void es_ngram_break(es_ngram *ngram, const int32_t *tail, size_t n_tail)
 {
     size_t n = n_tail < MAX_MATCH ? n_tail : MAX_MATCH;
-    push(ngram, BREAK);
+    push(ngram, BREAK, false);
     ngram->run = 0;
     for (size_t i = n_tail - n; i < n_tail; i++) {
-        push(ngram, tail[i]);
+        push(ngram, tail[i], false);
         ngram->run++;
     }
     /* the last token of the tail is linked again: what comes next is a new continuation of it */
     ngram->unlinked = n > 0 ? n - 1 : 0;
     ngram->n_rows = 0;
+    ngram->n_own = 0;
 }
 
 /* ---- estimates --------------------------------------------------------------------------- */
@@ -204,12 +222,13 @@ void es_ngram_break(es_ngram *ngram, const int32_t *tail, size_t n_tail)
 typedef struct evidence {
     int32_t n;
     int32_t token[MAX_CHILDREN];
+    bool is_own[MAX_CHILDREN];               /* of the first occurrence met */
     int32_t top[MAX_CHILDREN];               /* level of the longest match */
     float count[MAX_CHILDREN][N_LEVELS];     /* by level of the match */
     float total[N_LEVELS];
 } evidence;
 
-static void note(evidence *found, int32_t token, int32_t level, float weight)
+static void note(evidence *found, int32_t token, bool is_own, int32_t level, float weight)
 {
     int32_t i = 0;
     while (i < found->n && found->token[i] != token) {
@@ -222,9 +241,11 @@ static void note(evidence *found, int32_t token, int32_t level, float weight)
         }
         found->n++;
         found->token[i] = token;
+        found->is_own[i] = is_own;
         found->top[i] = level;
         memset(found->count[i], 0, sizeof found->count[i]);
     }
+    found->top[i] = level > found->top[i] ? level : found->top[i];
     found->count[i][level] += weight;
 }
 
@@ -268,7 +289,8 @@ static void search(const es_ngram *ngram, const int32_t *end, int32_t n, evidenc
                 while (LEVEL[level] > m) {
                     level--;
                 }
-                note(found, at(ngram, position + 1), level, weight);
+                bool is_own = ngram->is_own[(position + 1) & (ngram->size - 1)];
+                note(found, at(ngram, position + 1), is_own, level, weight);
                 weight *= AGING;
             }
             link = ngram->prev[(size_t)o * ngram->size + (position & (ngram->size - 1))];
@@ -276,10 +298,46 @@ static void search(const es_ngram *ngram, const int32_t *end, int32_t n, evidenc
     }
 }
 
-static float corrected(const es_ngram *ngram, float raw, int32_t bucket)
+/* Occurrences of a token with something behind them, up to FREQUENT. */
+static int32_t occurrences(const es_ngram *ngram, int32_t token)
 {
-    float logit = logf(raw / (1.0f - raw)) + ngram->shift_all + ngram->shift[bucket];
-    return 1.0f / (1.0f + expf(-logit));
+    uint32_t link = ngram->head[hash_of(&token, 1) & (uint32_t)(ngram->n_heads - 1)];
+    uint32_t age = 1;
+    int32_t n = 0;
+    for (int32_t step = 0; step < 2 * FREQUENT && n < FREQUENT && link != 0; step++) {
+        uint32_t position = link - 1, its_age = ngram->total - position;
+        if (its_age <= age || its_age > ngram->held) {
+            break;
+        }
+        age = its_age;
+        n += at(ngram, position) == token;
+        link = ngram->prev[position & (ngram->size - 1)];
+    }
+    return n;
+}
+
+static float blended(const evidence *found, int32_t i)
+{
+    float count[N_LEVELS], total[N_LEVELS], c = 0.0f, all = 0.0f, p = 0.0f;
+    for (int32_t m = N_LEVELS - 1; m >= 0; m--) {
+        count[m] = c += found->count[i][m];
+        total[m] = all += found->total[m];
+    }
+    for (int32_t m = 0; m < N_LEVELS && total[m] > 0.0f; m++) {
+        p = (count[m] + BACKOFF[m] * p) / (total[m] + BACKOFF[m]);
+    }
+    return p < 1e-4f ? 1e-4f : p > 0.999f ? 0.999f : p;
+}
+
+static float logf_of(float x)
+{
+    return (float)es_log((double)x);
+}
+
+static float sigmoid(float x)
+{
+    double e = es_exp(x < 0.0f ? (double)x : -(double)x);
+    return (float)(x < 0.0f ? e / (1.0 + e) : 1.0 / (1.0 + e));
 }
 
 /* Continuations of the context, most probable first; ties keep longest and latest first. */
@@ -287,19 +345,18 @@ static int32_t continuations(const es_ngram *ngram, const int32_t *end, int32_t 
 {
     evidence found;
     search(ngram, end, n, &found);
+    int32_t longest = 0;
     for (int32_t i = 0; i < found.n; i++) {
-        float p = 0.0f, seen = 0.0f, of = 0.0f;
-        float below[N_LEVELS], below_of[N_LEVELS];
-        for (int32_t m = N_LEVELS - 1; m >= 0; m--) {
-            below[m] = seen += found.count[i][m];
-            below_of[m] = of += found.total[m];
-        }
-        for (int32_t m = 0; m < N_LEVELS && below_of[m] > 0.0f; m++) {
-            p = (below[m] + BACKOFF[m] * p) / (below_of[m] + BACKOFF[m]);
-        }
-        p = p < 1e-4f ? 1e-4f : p > 0.999f ? 0.999f : p;
-        child c = {found.token[i], found.top[i] * 2 + (p < 0.5f), p, 0.0f};
-        c.p = corrected(ngram, p, c.bucket);
+        longest = found.top[i] > longest ? found.top[i] : longest;
+    }
+    for (int32_t i = 0; i < found.n; i++) {
+        float p = blended(&found, i);
+        float logit = WEIGHT.bias + WEIGHT.blended * logf_of(p / (1.0f - p)) +
+                      WEIGHT.frequent * logf_of(1.0f + occurrences(ngram, found.token[i])) +
+                      WEIGHT.own * found.is_own[i] +
+                      WEIGHT.length * logf_of((float)LEVEL[longest]);
+        int32_t kind = found.top[i];
+        child c = {found.token[i], kind, sigmoid(logit + ngram->shift_all + ngram->shift[kind])};
         int32_t j = i;
         while (j > 0 && out[j - 1].p < c.p) {
             out[j] = out[j - 1];
@@ -456,9 +513,10 @@ void es_ngram_learn(es_ngram *ngram, const int32_t *tokens, int32_t n)
         child *c = &ngram->row[i];
         bool is_hit = c->token == tokens[d];
         float miss = (is_hit ? 1.0f : 0.0f) - c->p;
-        ngram->shift[c->bucket] = step(ngram->shift[c->bucket], RATE * miss);
+        ngram->shift[c->kind] = step(ngram->shift[c->kind], RATE * miss);
         ngram->shift_all = step(ngram->shift_all, RATE_ALL * miss);
         depth[i] = is_hit ? d + 1 : -1;
     }
     ngram->n_rows = 0;
+    ngram->n_own = n > 0 ? (size_t)n : 0;
 }

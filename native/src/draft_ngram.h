@@ -42,8 +42,8 @@ void es_ngram_propose(es_ngram *ngram, int32_t rows, float floor, es_tree *tree)
    path. Rows without one are left out with their descendants; what stays keeps order and rank. */
 void es_ngram_fill(es_ngram *ngram, const es_tree *shape, es_tree *tree);
 
-/* The sequence is about to go on with tokens (n): adjusts the estimates by how the last proposal or
-   fill compares. A no-op when there was none since the last add or break. */
+/* The sequence is about to go on with tokens (n) the target generated: adjusts the estimates by how
+   the last proposal or fill since an add or break compares, and marks the tokens as generated. */
 void es_ngram_learn(es_ngram *ngram, const int32_t *tokens, int32_t n);
 
 #endif
