@@ -1,4 +1,4 @@
-"""Parsed JSON or TOML into dataclasses: no key missing, unknown, doubled or mistyped."""
+"""Parsed JSON or TOML into dataclasses: none missing, unknown or mistyped."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ def build(kind: Any, value: Any, where: str, key: str) -> Any:
     """Turns parsed JSON into `kind`: a dataclass, or what its annotations may be.
 
     These are int, float, str, bool, X | None, tuple[X, ...], Mapping[str, X] and
-    Literal. Keys with a default may be missing. Errors read "where: key: expected X, got Y".
+    Literal. Keys with a default may be missing. Errors locate and compare:
+    "where: key: expected X, got Y".
     """
 
     def fail(expected: str) -> FormatError:
