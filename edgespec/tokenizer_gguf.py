@@ -12,9 +12,7 @@ from edgespec.errors import FormatError, UnsupportedError
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 SPACE = "\u2581"  # what SentencePiece writes for a space
 
-_GPT2 = (
-    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-)
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _TAIL = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
@@ -110,7 +108,12 @@ def tokenizer_json(metadata: Mapping[str, Any]) -> str:
         for i, (token, kind) in enumerate(zip(tokens, types, strict=True))
         if kind in (CONTROL, UNKNOWN, USER_DEFINED)
     ]
-    whole = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added}
+    whole = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": added,
+    }
     return json.dumps(whole | parts, ensure_ascii=False)
 
 
@@ -201,7 +204,9 @@ def _sentencepiece(
         raise FormatError("tokenizer.ggml.scores is missing: merges cannot be ordered")
     vocab = {token: i for i, token in enumerate(tokens)}
     absent = next((b for b in range(256) if f"<0x{b:02X}>" not in vocab), None)
-    unknown = next((t for t, k in zip(tokens, types, strict=True) if k == UNKNOWN), None)
+    unknown = next(
+        (t for t, k in zip(tokens, types, strict=True) if k == UNKNOWN), None
+    )
     if absent is not None:
         raise FormatError(f"tokenizer.ggml.tokens: no token for byte 0x{absent:02X}")
     has_prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)
@@ -227,7 +232,10 @@ def _sentencepiece(
         "post_processor": None,
         "decoder": {"type": "Sequence", "decoders": back},
         "model": _bpe(
-            vocab, merges_by_score(tokens, types, scores), unknown=unknown, has_bytes=True
+            vocab,
+            merges_by_score(tokens, types, scores),
+            unknown=unknown,
+            has_bytes=True,
         ),
     }
 
@@ -312,4 +320,3 @@ def _id(metadata: Mapping[str, Any], key: str, default: int | None) -> int | Non
     if key in metadata:
         raise FormatError(f"{key} = {value} is no token of a vocabulary of {count}")
     return None
-

@@ -33,7 +33,9 @@ class Architecture:
     hf_fixed: Mapping[str, tuple[Any, ...]]  # key -> values that mean what we compute
     hf_buffers: tuple[str, ...]  # tensor name suffixes old checkpoints carry needlessly
     rms_eps: float  # when config.json leaves it out
-    gguf_ignored: frozenset[str]  # keys after "ARCH." without influence on the mathematics
+    gguf_ignored: frozenset[
+        str
+    ]  # keys after "ARCH." without influence on the mathematics
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +52,12 @@ _LAYER = "model.layers.{i}."
 _LLAMA_TENSORS = (
     TensorSpec("token_embd", "model.embed_tokens.weight", ("vocab", "hidden"), False),
     TensorSpec("attn_norm", _LAYER + "input_layernorm.weight", ("hidden",)),
-    TensorSpec("attn_q", _LAYER + "self_attn.q_proj.weight", ("q", "hidden"), heads="q"),
-    TensorSpec("attn_k", _LAYER + "self_attn.k_proj.weight", ("kv", "hidden"), heads="kv"),
+    TensorSpec(
+        "attn_q", _LAYER + "self_attn.q_proj.weight", ("q", "hidden"), heads="q"
+    ),
+    TensorSpec(
+        "attn_k", _LAYER + "self_attn.k_proj.weight", ("kv", "hidden"), heads="kv"
+    ),
     TensorSpec("attn_v", _LAYER + "self_attn.v_proj.weight", ("kv", "hidden")),
     TensorSpec("attn_output", _LAYER + "self_attn.o_proj.weight", ("hidden", "q")),
     TensorSpec("ffn_norm", _LAYER + "post_attention_layernorm.weight", ("hidden",)),
@@ -83,22 +89,10 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 # Keys of config.json that say nothing about the forward pass at inference.
 HF_IGNORED = frozenset(
-    """_attn_implementation _attn_implementation_autoset _flash_attn_2_enabled _name_or_path
-    architectures attention_dropout attn_implementation bos_token_id chat_template
-    decoder_start_token_id do_sample dtype embd_pdrop eos_token_id finetuning_task
-    hidden_dropout id2label initializer_range is_decoder is_llama_config label2id
-    max_length max_window_layers model_type output_attentions output_hidden_states
-    output_router_logits pad_token_id problem_type pretraining_tp return_dict
-    rms_norm_eps temperature top_p tokenizer_class torch_dtype torchscript
-    transformers.js_config transformers_version unk_token_id unsloth_fixed
-    unsloth_version use_cache use_bfloat16 use_return_dict use_sliding_window""".split()
+    ["_attn_implementation", "_attn_implementation_autoset", "_flash_attn_2_enabled", "_name_or_path", "architectures", "attention_dropout", "attn_implementation", "bos_token_id", "chat_template", "decoder_start_token_id", "do_sample", "dtype", "embd_pdrop", "eos_token_id", "finetuning_task", "hidden_dropout", "id2label", "initializer_range", "is_decoder", "is_llama_config", "label2id", "max_length", "max_window_layers", "model_type", "output_attentions", "output_hidden_states", "output_router_logits", "pad_token_id", "problem_type", "pretraining_tp", "return_dict", "rms_norm_eps", "temperature", "top_p", "tokenizer_class", "torch_dtype", "torchscript", "transformers.js_config", "transformers_version", "unk_token_id", "unsloth_fixed", "unsloth_version", "use_cache", "use_bfloat16", "use_return_dict", "use_sliding_window"]
 )
 _HF_READ = frozenset(
-    """head_dim hidden_size intermediate_size layer_types max_position_embeddings
-    num_attention_heads num_hidden_layers num_key_value_heads
-    original_max_position_embeddings partial_rotary_factor quantization_config
-    rope_parameters rope_scaling rope_theta sliding_window tie_word_embeddings
-    vocab_size""".split()
+    ["head_dim", "hidden_size", "intermediate_size", "layer_types", "max_position_embeddings", "num_attention_heads", "num_hidden_layers", "num_key_value_heads", "original_max_position_embeddings", "partial_rotary_factor", "quantization_config", "rope_parameters", "rope_scaling", "rope_theta", "sliding_window", "tie_word_embeddings", "vocab_size"]
 )
 
 
@@ -115,21 +109,29 @@ def by_model_type(config: Mapping[str, Any], where: str) -> Architecture:
                 )
             return arch
     known = ", ".join(t for a in ARCHITECTURES.values() for t in a.model_types)
-    raise UnsupportedError(f"{where}: model_type {model_type!r} is not supported; known: {known}")
+    raise UnsupportedError(
+        f"{where}: model_type {model_type!r} is not supported; known: {known}"
+    )
 
 
 def by_gguf_name(name: Any, where: str) -> Architecture:
     """Architecture of general.architecture, or UnsupportedError."""
     if name not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
-        raise UnsupportedError(f"{where}: architecture {name!r} is not supported; known: {known}")
+        raise UnsupportedError(
+            f"{where}: architecture {name!r} is not supported; known: {known}"
+        )
     return ARCHITECTURES[name]
 
 
-def check_hf_settings(arch: Architecture, config: Mapping[str, Any], where: str) -> None:
+def check_hf_settings(
+    arch: Architecture, config: Mapping[str, Any], where: str
+) -> None:
     """Refuse, by name, every setting under which the model is not the one we compute."""
     if config.get("quantization_config") is not None:
-        method = dict(config["quantization_config"]).get("quant_method", "unknown method")
+        method = dict(config["quantization_config"]).get(
+            "quant_method", "unknown method"
+        )
         raise UnsupportedError(
             f"{where}: quantization_config ({method}): export the unquantised checkpoint"
         )
@@ -140,7 +142,9 @@ def check_hf_settings(arch: Architecture, config: Mapping[str, Any], where: str)
             )
     kinds = config.get("layer_types") or []
     if any(kind != "full_attention" for kind in kinds):
-        raise UnsupportedError(f"{where}: layer_types {sorted(set(kinds))}: only full_attention")
+        raise UnsupportedError(
+            f"{where}: layer_types {sorted(set(kinds))}: only full_attention"
+        )
     window, limit = config.get("sliding_window"), config.get("max_position_embeddings")
     # Llama and Qwen switch the window by a flag of its own; Mistral by its presence.
     is_used = window is not None and config.get("use_sliding_window") is not False
@@ -151,7 +155,9 @@ def check_hf_settings(arch: Architecture, config: Mapping[str, Any], where: str)
             f"max_position_embeddings to {window} to use the model within its window"
         )
     known = HF_IGNORED | _HF_READ | set(arch.hf_fixed)
-    unknown = {k: v for k, v in config.items() if k not in known and v not in (None, False)}
+    unknown = {
+        k: v for k, v in config.items() if k not in known and v not in (None, False)
+    }
     if unknown:
         raise UnsupportedError(
             f"{where}: keys whose effect is not known: {', '.join(sorted(unknown))}; remove "
@@ -202,7 +208,9 @@ def check_names(expected: Iterable[str], found: Iterable[str], where: str) -> No
             rest = f" and {len(some) - 12} more" if len(some) > 12 else ""
             problems.append(f"{label}: {', '.join(some[:12])}{rest}")
     if problems:
-        raise FormatError(f"{where}: tensors do not fit the architecture; {'; '.join(problems)}")
+        raise FormatError(
+            f"{where}: tensors do not fit the architecture; {'; '.join(problems)}"
+        )
 
 
 def check_shape(
@@ -210,4 +218,6 @@ def check_shape(
 ) -> None:
     """FormatError naming the tensor, the expected and the actual shape."""
     if expected != got:
-        raise FormatError(f"{where}: tensor {name!r}: expected shape {expected}, got {got}")
+        raise FormatError(
+            f"{where}: tensor {name!r}: expected shape {expected}, got {got}"
+        )

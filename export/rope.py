@@ -16,7 +16,14 @@ from numpy.typing import NDArray
 from edgespec.errors import FormatError, UnsupportedError
 from edgespec_export.weights import Rope
 
-_YARN = {"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}
+_YARN = {
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+    "truncate",
+}
 _KEYS: dict[str, set[str]] = {
     "default": set(),
     "linear": {"factor"},
@@ -45,24 +52,34 @@ def from_hf(config: Mapping[str, Any], head_dim: int, where: str) -> Rope:
     """
     new, old = config.get("rope_parameters"), config.get("rope_scaling")
     if new and old and dict(new) != dict(old):
-        raise FormatError(f"{where}: rope_parameters and rope_scaling disagree: {new} and {old}")
+        raise FormatError(
+            f"{where}: rope_parameters and rope_scaling disagree: {new} and {old}"
+        )
     given = new or old or {}
     if not isinstance(given, Mapping):
         raise FormatError(f"{where}: RoPE parameters must be an object, got {given!r}")
     scaling = dict(given)
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if any(isinstance(value, Mapping) for value in scaling.values()):
-        raise UnsupportedError(f"{where}: RoPE parameters that differ by layer are not supported")
+        raise UnsupportedError(
+            f"{where}: RoPE parameters that differ by layer are not supported"
+        )
     if kind not in _KEYS:
         known = ", ".join(_KEYS)
-        raise UnsupportedError(f"{where}: RoPE scaling {kind!r} is not supported; known: {known}")
+        raise UnsupportedError(
+            f"{where}: RoPE scaling {kind!r} is not supported; known: {known}"
+        )
     unknown = sorted(set(scaling) - _KEYS[kind] - _COMMON)
     if unknown:
-        raise UnsupportedError(f"{where}: unknown RoPE parameters for {kind!r}: {unknown}")
+        raise UnsupportedError(
+            f"{where}: unknown RoPE parameters for {kind!r}: {unknown}"
+        )
     for part in (scaling, config):
         if part.get("partial_rotary_factor") not in (None, 1, 1.0):
             value = part["partial_rotary_factor"]
-            raise UnsupportedError(f"{where}: partial_rotary_factor {value}: only 1 is supported")
+            raise UnsupportedError(
+                f"{where}: partial_rotary_factor {value}: only 1 is supported"
+            )
     theta = scaling.get("rope_theta") or config.get("rope_theta") or _DEFAULT_THETA
     max_position = config.get("max_position_embeddings")
     if kind in ("llama3", "yarn"):
@@ -72,7 +89,9 @@ def from_hf(config: Mapping[str, Any], head_dim: int, where: str) -> Rope:
             outer or scaling.get("original_max_position_embeddings") or max_position
         )
         if scaling.get("factor") is None and kind == "yarn" and max_position:
-            scaling["factor"] = max_position / scaling["original_max_position_embeddings"]
+            scaling["factor"] = (
+                max_position / scaling["original_max_position_embeddings"]
+            )
     return _build(float(theta), head_dim, kind, scaling, where)
 
 
@@ -82,7 +101,9 @@ def _build(
     def number(key: str) -> float:
         value = scaling.get(key)
         if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-            raise FormatError(f"{where}: RoPE {kind!r} needs a positive {key}, got {value!r}")
+            raise FormatError(
+                f"{where}: RoPE {kind!r} needs a positive {key}, got {value!r}"
+            )
         return float(value)
 
     if dim % 2 or theta <= 0:
@@ -108,7 +129,11 @@ def _llama3(
     low, high = number("low_freq_factor"), number("high_freq_factor")
     turns = number("original_max_position_embeddings") * inv_freq / (2 * math.pi)
     # Fewer than `low` turns in the original context: interpolate; more than `high`: keep.
-    keep = np.clip((turns - low) / (high - low), 0, 1) if high != low else (turns >= low) * 1.0
+    keep = (
+        np.clip((turns - low) / (high - low), 0, 1)
+        if high != low
+        else (turns >= low) * 1.0
+    )
     return (1 - keep) * inv_freq / number("factor") + keep * inv_freq
 
 
@@ -120,7 +145,9 @@ def _yarn(
     where: str,
 ) -> NDArray[np.float64]:
     if scaling.get("truncate") not in (None, True):
-        raise UnsupportedError(f"{where}: RoPE 'yarn' with truncate false is not supported")
+        raise UnsupportedError(
+            f"{where}: RoPE 'yarn' with truncate false is not supported"
+        )
     dim = 2 * len(inv_freq)
     context = number("original_max_position_embeddings")
 
@@ -129,7 +156,9 @@ def _yarn(
 
     low = max(math.floor(dimension(float(scaling.get("beta_fast") or 32))), 0)
     high = min(math.ceil(dimension(float(scaling.get("beta_slow") or 1))), dim - 1)
-    ramp = np.clip((np.arange(dim // 2) - low) / (high - low if high != low else 0.001), 0, 1)
+    ramp = np.clip(
+        (np.arange(dim // 2) - low) / (high - low if high != low else 0.001), 0, 1
+    )
     return inv_freq / number("factor") * ramp + inv_freq * (1 - ramp)
 
 
@@ -167,7 +196,9 @@ def from_gguf(
         ("scaling.alpha", (0,)),
     ):
         if get(key, neutral[0]) not in neutral:
-            raise UnsupportedError(f"{where}: {arch}.rope.{key} = {get(key)} is not supported")
+            raise UnsupportedError(
+                f"{where}: {arch}.rope.{key} = {get(key)} is not supported"
+            )
     theta = float(get("freq_base", _DEFAULT_THETA))
     factor = float(get("scaling.factor", get("scale_linear", 0)) or 1)
     kind = get("scaling.type", "linear")
@@ -179,7 +210,9 @@ def from_gguf(
     is_scaled = kind == "yarn" or (kind == "linear" and factor != 1)
     if freq_factors is not None:
         if is_scaled:
-            raise UnsupportedError(f"{where}: rope_freqs together with RoPE scaling {kind!r}")
+            raise UnsupportedError(
+                f"{where}: rope_freqs together with RoPE scaling {kind!r}"
+            )
         if freq_factors.shape != (head_dim // 2,):
             raise FormatError(
                 f"{where}: tensor 'rope_freqs': expected shape {(head_dim // 2,)}, "
@@ -217,7 +250,10 @@ def gguf_scaling(rope: Rope) -> dict[str, Any]:
         expected = _mscale(float(rope.config["factor"]))
         original = rope.config["original_max_position_embeddings"]
         keys["scaling.original_context_length"] = int(original)
-        for ours, theirs in (("beta_fast", "yarn_beta_fast"), ("beta_slow", "yarn_beta_slow")):
+        for ours, theirs in (
+            ("beta_fast", "yarn_beta_fast"),
+            ("beta_slow", "yarn_beta_slow"),
+        ):
             if rope.config.get(ours) is not None:
                 keys[f"scaling.{theirs}"] = float(rope.config[ours])
     if rope.attention_factor != expected:

@@ -78,9 +78,13 @@ def pre_tokenizer_name(data: Mapping[str, Any]) -> str:
     """tokenizer.ggml.pre of a parsed tokenizer.json, by the structure of its parts."""
     steps = _steps(data.get("pre_tokenizer"))
     ignore_merges = bool(data["model"].get("ignore_merges"))
-    normalizers = [part["type"] for part in _parts(data.get("normalizer"), "normalizers")]
+    normalizers = [
+        part["type"] for part in _parts(data.get("normalizer"), "normalizers")
+    ]
     if normalizers not in ([], ["NFC"]):
-        raise UnsupportedError(f"tokenizer.json: normalizer {normalizers} is not supported")
+        raise UnsupportedError(
+            f"tokenizer.json: normalizer {normalizers} is not supported"
+        )
     looked_for = Split(steps, ignore_merges, is_nfc=normalizers == ["NFC"])
     for name, known in SPLITS.items():
         same = Split(known.steps, known.ignore_merges, is_nfc=known.is_nfc)
@@ -107,7 +111,7 @@ def _steps(pre: Mapping[str, Any] | None) -> tuple[str, ...]:
         ):
             regex = part["pattern"]["Regex"]
             # One digit at a time, spelt as an expression.
-            found.append(DIGITS if regex in (r"\p{N}", r"\d") else regex)
+            found.append(DIGITS if regex == r"\p{N}" else regex)
         elif kind == "ByteLevel" and not part.get("add_prefix_space"):
             has_bytes = True
             if part.get("use_regex", True):
@@ -115,7 +119,9 @@ def _steps(pre: Mapping[str, Any] | None) -> tuple[str, ...]:
         else:
             raise UnsupportedError(f"tokenizer.json: pre-tokenizer {dict(part)}")
     if not has_bytes:
-        raise UnsupportedError("tokenizer.json: BPE neither byte-level nor with byte fallback")
+        raise UnsupportedError(
+            "tokenizer.json: BPE neither byte-level nor with byte fallback"
+        )
     return tuple(found)
 
 
@@ -125,7 +131,9 @@ def _parts(part: Mapping[str, Any] | None, key: str) -> list[Mapping[str, Any]]:
     return list(part[key]) if part["type"] == "Sequence" else [part]
 
 
-def _byte_level(made: Metadata, data: Mapping[str, Any], merges: list[list[str]]) -> None:
+def _byte_level(
+    made: Metadata, data: Mapping[str, Any], merges: list[list[str]]
+) -> None:
     made.put(_PREFIX + "model", "gpt2", GGUFValueType.STRING)
     made.put(_PREFIX + "pre", pre_tokenizer_name(data), GGUFValueType.STRING)
     lines = [" ".join(pair) for pair in merges]
@@ -182,9 +190,13 @@ def _space_prefix(data: Mapping[str, Any]) -> tuple[bool, str | None]:
             has_prefix = part.get("prepend_scheme", "always") != "never"
             scheme = "first" if part.get("prepend_scheme") == "first" else None
         else:
-            raise UnsupportedError(f"tokenizer.json: step {dict(part)} with byte fallback")
+            raise UnsupportedError(
+                f"tokenizer.json: step {dict(part)} with byte fallback"
+            )
     if not is_replaced:
-        raise UnsupportedError("tokenizer.json: byte fallback without U+2581 for spaces")
+        raise UnsupportedError(
+            "tokenizer.json: byte fallback without U+2581 for spaces"
+        )
     return has_prefix, scheme
 
 
@@ -195,7 +207,9 @@ def _vocabulary(
     kinds = dict.fromkeys(words, NORMAL)
     if has_bytes:
         kinds |= {
-            i: BYTE for i, t in words.items() if len(t) == 6 and t[:3] == "<0x" and t[5] == ">"
+            i: BYTE
+            for i, t in words.items()
+            if len(t) == 6 and t[:3] == "<0x" and t[5] == ">"
         }
     for token in data.get("added_tokens") or ():
         stripped = [k for k in ("lstrip", "rstrip", "single_word") if token.get(k)]

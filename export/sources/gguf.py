@@ -13,9 +13,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec import tokenizer_gguf
-from edgespec.errors import FormatError, UnsupportedError
+from edgespec.errors import FormatError, ModelNotFoundError, UnsupportedError
 from edgespec_export import rope
-from edgespec_export.arch import Architecture, by_gguf_name, check_names, check_shape, slots
+from edgespec_export.arch import (
+    Architecture,
+    by_gguf_name,
+    check_names,
+    check_shape,
+    slots,
+)
 from edgespec_export.quantize import dequantize
 from edgespec_export.sources.gguf_header import (
     GGUFFile,
@@ -27,15 +33,7 @@ from edgespec_export.weights import ModelConfig, Origin, Tensor, WeightSet
 
 _SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 _READ = frozenset(
-    """block_count context_length embedding_length feed_forward_length
-    attention.head_count attention.head_count_kv attention.key_length
-    attention.value_length attention.layer_norm_rms_epsilon attention.sliding_window
-    vocab_size expert_count expert_used_count rope.dimension_count rope.freq_base
-    rope.scale_linear rope.scaling.type rope.scaling.factor rope.scaling.attn_factor
-    rope.scaling.original_context_length rope.scaling.finetuned rope.scaling.alpha
-    rope.scaling.yarn_ext_factor rope.scaling.yarn_attn_factor
-    rope.scaling.yarn_beta_fast rope.scaling.yarn_beta_slow
-    rope.scaling.yarn_log_multiplier""".split()
+    ["block_count", "context_length", "embedding_length", "feed_forward_length", "attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.value_length", "attention.layer_norm_rms_epsilon", "attention.sliding_window", "vocab_size", "expert_count", "expert_used_count", "rope.dimension_count", "rope.freq_base", "rope.scale_linear", "rope.scaling.type", "rope.scaling.factor", "rope.scaling.attn_factor", "rope.scaling.original_context_length", "rope.scaling.finetuned", "rope.scaling.alpha", "rope.scaling.yarn_ext_factor", "rope.scaling.yarn_attn_factor", "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow", "rope.scaling.yarn_log_multiplier"]
 )
 ROPE_FREQS = "rope_freqs.weight"
 
@@ -56,7 +54,9 @@ def read(path: Path) -> WeightSet:
     for file in files:
         for info in file.tensors:
             if info.name in stored:
-                raise FormatError(f"{file.path}: tensor {info.name!r} is in another shard too")
+                raise FormatError(
+                    f"{file.path}: tensor {info.name!r} is in another shard too"
+                )
             stored[info.name] = (file, info)
     where = str(path)
     arch = by_gguf_name(metadata.get("general.architecture"), where)
@@ -93,17 +93,20 @@ def read(path: Path) -> WeightSet:
 
 
 def shards(path: Path) -> list[Path]:
-    """The files a GGUF consists of, in order; FileNotFoundError naming an absent one."""
+    """The files a GGUF consists of, in order; ModelNotFoundError naming an absent one."""
     match = _SHARD.fullmatch(path.name)
     count = int(match[3]) if match else 1
     paths = [path]
     if match:
         paths = [
-            path.with_name(f"{match[1]}-{k + 1:05d}-of-{match[3]}.gguf") for k in range(count)
+            path.with_name(f"{match[1]}-{k + 1:05d}-of-{match[3]}.gguf")
+            for k in range(count)
         ]
     for file in paths:
         if not file.is_file():
-            raise FileNotFoundError(f"{file}: no such file; {path.name} needs {count} file(s)")
+            raise ModelNotFoundError(
+                f"{file}: no such file; {path.name} has {count} part(s)"
+            )
     return paths
 
 
@@ -134,7 +137,9 @@ def check_shards(files: list[GGUFFile]) -> None:
     total = files[0].metadata.get("split.tensors.count")
     found = sum(len(file.tensors) for file in files)
     if total is not None and total != found:
-        raise FormatError(f"{files[0].path}: expected {total} tensors in all shards, got {found}")
+        raise FormatError(
+            f"{files[0].path}: expected {total} tensors in all shards, got {found}"
+        )
     for k, file in enumerate(files):
         if file.metadata.get("split.no") != k:
             raise FormatError(
@@ -189,7 +194,9 @@ def _config(
         if isinstance(value, list):
             raise UnsupportedError(f"{where}: {prefix}{key} differs by layer")
         if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-            raise FormatError(f"{where}: {prefix}{key}: expected a positive integer, got {value}")
+            raise FormatError(
+                f"{where}: {prefix}{key}: expected a positive integer, got {value}"
+            )
         return value
 
     if metadata.get(prefix + "expert_count"):
@@ -203,7 +210,9 @@ def _config(
                 f"{where}: {prefix}{key} {whole(key)} differs from the head size {head_dim}"
             )
     if n_heads % n_kv_heads:
-        raise FormatError(f"{where}: {n_heads} heads do not divide among {n_kv_heads} KV heads")
+        raise FormatError(
+            f"{where}: {n_heads} heads do not divide among {n_kv_heads} KV heads"
+        )
     context = whole("context_length")
     window = metadata.get(prefix + "attention.sliding_window")
     if window and window < context:
@@ -212,7 +221,9 @@ def _config(
             "are not supported"
         )
     if "token_embd.weight" not in stored:
-        raise FormatError(f"{where}: tensors do not fit the architecture; missing: token_embd")
+        raise FormatError(
+            f"{where}: tensors do not fit the architecture; missing: token_embd"
+        )
     vocab = stored["token_embd.weight"][1].shape[0]
     if metadata.get(prefix + "vocab_size", vocab) != vocab:
         raise FormatError(
@@ -221,7 +232,9 @@ def _config(
         )
     eps = metadata.get(prefix + "attention.layer_norm_rms_epsilon")
     if not isinstance(eps, float) or eps <= 0:
-        raise FormatError(f"{where}: {prefix}attention.layer_norm_rms_epsilon: got {eps}")
+        raise FormatError(
+            f"{where}: {prefix}attention.layer_norm_rms_epsilon: got {eps}"
+        )
     return ModelConfig(
         arch=arch.gguf,
         n_layers=whole("block_count"),

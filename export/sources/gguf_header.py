@@ -39,7 +39,11 @@ class Metadata(dict[str, Any]):
         self.types: dict[str, tuple[GGUFValueType, GGUFValueType | None]] = {}
 
     def put(
-        self, key: str, value: Any, type_: GGUFValueType, item: GGUFValueType | None = None
+        self,
+        key: str,
+        value: Any,
+        type_: GGUFValueType,
+        item: GGUFValueType | None = None,
     ) -> None:
         """Set a key with its type; item is the element type of an array."""
         self[key] = value
@@ -89,7 +93,9 @@ def open_gguf(path: Path) -> GGUFFile:
     version = cursor.number("I", "the version")
     if version not in (2, 3):
         hint = "big-endian" if version & 0xFFFF == 0 else f"version {version}"
-        raise UnsupportedError(f"{path}: GGUF {hint} is not supported; expected version 2 or 3")
+        raise UnsupportedError(
+            f"{path}: GGUF {hint} is not supported; expected version 2 or 3"
+        )
     n_tensors = cursor.number("Q", "the tensor count")
     n_pairs = cursor.number("Q", "the metadata count")
     cursor.expect(n_pairs, 8 + 1 + 4 + 1, f"{n_pairs} metadata entries")
@@ -100,7 +106,9 @@ def open_gguf(path: Path) -> GGUFFile:
         key = cursor.text("a metadata key")
         if not 0 < len(key) <= _MAX_KEY or key in metadata:
             what = "duplicate" if key in metadata else "empty or oversized"
-            raise FormatError(f"{path}: {what} metadata key {key[:80]!r} at offset {start}")
+            raise FormatError(
+                f"{path}: {what} metadata key {key[:80]!r} at offset {start}"
+            )
         metadata.put(key, *cursor.value(key))
     alignment = metadata.get("general.alignment", gguf.GGUF_DEFAULT_ALIGNMENT)
     if not isinstance(alignment, int) or alignment <= 0 or alignment & (alignment - 1):
@@ -129,7 +137,9 @@ def _place(
         try:
             kind = GGMLQuantizationType(type_id)
         except ValueError:
-            raise FormatError(f"{path}: tensor {name!r} has unknown ggml type {type_id}") from None
+            raise FormatError(
+                f"{path}: tensor {name!r} has unknown ggml type {type_id}"
+            ) from None
         block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
         if shape[-1] % block:
             raise FormatError(
@@ -176,7 +186,9 @@ class _Cursor:
         return bytes(self.view[self.offset - n_bytes : self.offset])
 
     def number(self, code: str, what: str) -> Any:
-        return struct.unpack("<" + code, self.take(struct.calcsize("<" + code), what))[0]
+        return struct.unpack("<" + code, self.take(struct.calcsize("<" + code), what))[
+            0
+        ]
 
     def text(self, what: str) -> str:
         length = self.number("Q", what)
@@ -184,7 +196,9 @@ class _Cursor:
         try:
             return self.take(length, what).decode()
         except UnicodeDecodeError:
-            raise FormatError(f"{self.path}: {what} at offset {start} is not UTF-8") from None
+            raise FormatError(
+                f"{self.path}: {what} at offset {start} is not UTF-8"
+            ) from None
 
     def type(self, what: str) -> GGUFValueType:
         start = self.offset
@@ -224,8 +238,17 @@ class _Cursor:
         what = f"tensor {name!r}"
         n_dims = self.number("I", what)
         if not 1 <= n_dims <= 4:
-            raise FormatError(f"{self.path}: {what} at offset {start} has {n_dims} dimensions")
+            raise FormatError(
+                f"{self.path}: {what} at offset {start} has {n_dims} dimensions"
+            )
         dims = [self.number("Q", what) for _ in range(n_dims)]
         if 0 in dims:
-            raise FormatError(f"{self.path}: {what} at offset {start} has an empty dimension")
-        return name, tuple(reversed(dims)), self.number("I", what), self.number("Q", what)
+            raise FormatError(
+                f"{self.path}: {what} at offset {start} has an empty dimension"
+            )
+        return (
+            name,
+            tuple(reversed(dims)),
+            self.number("I", what),
+            self.number("Q", what),
+        )

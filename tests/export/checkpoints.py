@@ -229,7 +229,7 @@ def hf_checkpoint(
         file = f"model-{k + 1:05d}-of-{n_shards:05d}.safetensors"
         part = {name: tensors[name] for name in names[k::n_shards]}
         write_safetensors(directory / file, part, dtype=dtype)
-        where |= {name: file for name in part}
+        where |= dict.fromkeys(part, file)
     write("model.safetensors.index.json", {"metadata": {}, "weight_map": where})
     return directory
 

@@ -1,0 +1,279 @@
+"""Hugging Face checkpoint directories as a neutral weight set."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+from numpy.typing import NDArray
+
+from edgespec.errors import FormatError, ModelNotFoundError
+from edgespec.tokenizer_gguf import ends_of_turn
+from edgespec_export import rope
+from edgespec_export.arch import (
+    Architecture,
+    by_model_type,
+    check_hf_settings,
+    check_names,
+    check_shape,
+    slots,
+)
+from edgespec_export.quantize import dequantize
+from edgespec_export.sources.gguf import sha256
+from edgespec_export.sources.safetensors_file import StoredTensor, read_tensors
+from edgespec_export.weights import ModelConfig, Origin, Tensor, WeightSet
+
+_LICENCE = re.compile(r"^license:\s*(\S+)\s*$", re.MULTILINE)
+
+
+def read(directory: Path) -> WeightSet:
+    """Weights of a directory with config.json, safetensors and tokenizer.json.
+
+    Raises ModelNotFoundError (a file is missing), FormatError (damaged files, missing or extra
+    tensors, wrong shapes) and UnsupportedError (settings under which the model would be another
+    one), naming file, key or tensor.
+    """
+    config_json = _json(directory / "config.json")
+    where = str(directory / "config.json")
+    arch = by_model_type(config_json, where)
+    check_hf_settings(arch, config_json, where)
+    stored, paths = read_tensors(directory)
+    stored = {k: v for k, v in stored.items() if not k.endswith(arch.hf_buffers)}
+    config = _config(arch, config_json, where)
+    tensors = _tensors(arch, config, stored, str(directory))
+    text, words = _tokenizer(directory)
+    size = max(words.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+    if size > config.vocab:
+        raise FormatError(
+            f"{directory / 'tokenizer.json'}: {size} tokens, but the embedding has only "
+            f"{config.vocab} rows"
+        )
+    settings = _json(directory / "tokenizer_config.json", is_optional=True)
+    generation = _json(directory / "generation_config.json", is_optional=True)
+    template = _chat_template(directory, settings)
+    bos_id = _special(settings, "bos_token", words, directory)
+    if bos_id is None:
+        bos_id = _first(_ids(config_json, "bos_token_id", config.vocab, where))
+    ids = _ids(config_json, "eos_token_id", config.vocab, where)
+    ids += _ids(
+        generation, "eos_token_id", config.vocab, f"{directory}/generation_config.json"
+    )
+    ids += [_special(settings, "eos_token", words, directory)]
+    names = [words.id_to_token(i) or "" for i in range(size)]
+    ids += [i for i in ends_of_turn(template or "", names) if i != bos_id]
+    return WeightSet(
+        config=config,
+        tensors=tensors,
+        tokenizer_json=text,
+        chat_template=template,
+        bos_id=bos_id,
+        eos_ids=tuple(dict.fromkeys(i for i in ids if i is not None)),
+        add_bos=_adds_bos(settings, words, bos_id),
+        temperature=_number(generation, "temperature", directory),
+        top_p=_number(generation, "top_p", directory),
+        name=directory.resolve().name,
+        origin=Origin(
+            source=directory.resolve().name,
+            format="safetensors",
+            sha256=sha256(paths),
+            licence=_licence(directory),
+        ),
+    )
+
+
+def _json(path: Path, *, is_optional: bool = False) -> dict[str, Any]:
+    if not path.is_file():
+        if is_optional:
+            return {}
+        raise ModelNotFoundError(
+            f"{path}: no such file; it is part of every checkpoint"
+        )
+    try:
+        value = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise FormatError(f"{path}: not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise FormatError(f"{path}: expected an object, got {type(value).__name__}")
+    return value
+
+
+def _config(arch: Architecture, config: Mapping[str, Any], where: str) -> ModelConfig:
+    def whole(key: str, default: int | None = None) -> int:
+        value = config.get(key)
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+            raise FormatError(
+                f"{where}: {key}: expected a positive integer, got {value!r}"
+            )
+        return value
+
+    hidden, n_heads = whole("hidden_size"), whole("num_attention_heads")
+    n_kv_heads = whole("num_key_value_heads", n_heads)
+    if n_heads % n_kv_heads:
+        raise FormatError(
+            f"{where}: {n_heads} heads do not divide among {n_kv_heads} KV heads"
+        )
+    head_dim = whole("head_dim", hidden // n_heads)
+    eps = config.get("rms_norm_eps", arch.rms_eps)
+    if isinstance(eps, bool) or not isinstance(eps, int | float) or eps <= 0:
+        raise FormatError(
+            f"{where}: rms_norm_eps: expected a positive number, got {eps!r}"
+        )
+    return ModelConfig(
+        arch=arch.gguf,
+        n_layers=whole("num_hidden_layers"),
+        hidden=hidden,
+        n_heads=n_heads,
+        n_kv_heads=n_kv_heads,
+        head_dim=head_dim,
+        ffn=whole("intermediate_size"),
+        vocab=whole("vocab_size"),
+        max_position=whole("max_position_embeddings"),
+        rms_eps=float(eps),
+        rope=rope.from_hf(config, head_dim, where),
+        is_tied=bool(config.get("tie_word_embeddings", False)),
+    )
+
+
+def _tensors(
+    arch: Architecture, config: ModelConfig, stored: dict[str, StoredTensor], where: str
+) -> dict[str, Tensor]:
+    if config.n_layers > len(stored):
+        raise FormatError(f"{where}: {config.n_layers} layers in {len(stored)} tensors")
+    expected = slots(arch, config)
+    by_hf = {slot.hf: slot for slot in expected.values()}
+    if config.is_tied and arch.head.hf in stored:
+        _check_tie(arch, stored, expected["token_embd"].hf, where)
+        stored = {k: v for k, v in stored.items() if k != arch.head.hf}
+    check_names(by_hf, stored, where)
+    tensors = {}
+    for hf, slot in by_hf.items():
+        source = stored[hf]
+        check_shape(hf, slot.shape, source.shape, str(source.path))
+        tensors[slot.name] = Tensor(
+            name=slot.name,
+            shape=slot.shape,
+            kind=source.kind,
+            load_raw=source.raw,
+            load_f32=partial(_load_f32, source),
+        )
+    return tensors
+
+
+def _check_tie(
+    arch: Architecture, stored: dict[str, StoredTensor], embedding: str, where: str
+) -> None:
+    head, other = stored[arch.head.hf], stored.get(embedding)
+    if (
+        other is None
+        or head.shape != other.shape
+        or not np.array_equal(head.data, other.data)
+    ):
+        raise FormatError(
+            f"{where}: tie_word_embeddings is true, but {arch.head.hf} differs from {embedding}"
+        )
+
+
+def _load_f32(source: StoredTensor) -> NDArray[np.float32]:
+    return dequantize(source.kind, source.raw(), source.shape[-1]).reshape(source.shape)
+
+
+def _tokenizer(directory: Path) -> tuple[str, tokenizers.Tokenizer]:
+    path = directory / "tokenizer.json"
+    if not path.is_file():
+        raise ModelNotFoundError(
+            f"{path}: no such file; load the tokenizer with transformers and save it to get one"
+        )
+    try:
+        text = path.read_text(encoding="utf-8")
+        return text, tokenizers.Tokenizer.from_str(text)
+    except Exception as error:  # the library raises bare Exception
+        raise FormatError(f"{path}: cannot be read: {error}") from error
+
+
+def _chat_template(directory: Path, settings: Mapping[str, Any]) -> str | None:
+    """The template transformers would use: a file of its own goes before the configuration."""
+    file = directory / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    found = _json(directory / "chat_template.json", is_optional=True).get(
+        "chat_template"
+    )
+    found = found or settings.get("chat_template")
+    if isinstance(found, list):
+        named = {entry.get("name"): entry.get("template") for entry in found}
+        found = named.get("default")
+    if found is not None and not isinstance(found, str):
+        raise FormatError(f"{directory}: chat_template: expected text, got {found!r}")
+    return found
+
+
+def _special(
+    settings: Mapping[str, Any], key: str, words: tokenizers.Tokenizer, directory: Path
+) -> int | None:
+    value = settings.get(key)
+    text = value.get("content") if isinstance(value, Mapping) else value
+    if text is None:
+        return None
+    token = words.token_to_id(text)
+    if token is None:
+        raise FormatError(
+            f"{directory / 'tokenizer_config.json'}: {key} {text!r} is not in tokenizer.json"
+        )
+    return int(token)
+
+
+def _ids(
+    config: Mapping[str, Any], key: str, vocab: int, where: str
+) -> list[int | None]:
+    value = config.get(key)
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    for i in ids:
+        if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < vocab:
+            raise FormatError(
+                f"{where}: {key} {i!r} is no token of a vocabulary of {vocab}"
+            )
+    return list(ids)
+
+
+def _first(ids: list[int | None]) -> int | None:
+    return ids[0] if ids else None
+
+
+def _adds_bos(
+    settings: Mapping[str, Any], words: tokenizers.Tokenizer, bos_id: int | None
+) -> bool:
+    if bos_id is None:
+        return False
+    given = settings.get("add_bos_token")
+    if isinstance(given, bool):
+        return given
+    return words.encode("a", add_special_tokens=True).ids[:1] == [bos_id]
+
+
+def _number(generation: Mapping[str, Any], key: str, directory: Path) -> float | None:
+    value = generation.get(key)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+        raise FormatError(
+            f"{directory / 'generation_config.json'}: {key}: got {value!r}"
+        )
+    return float(value)
+
+
+def _licence(directory: Path) -> str | None:
+    readme = directory / "README.md"
+    if not readme.is_file():
+        return None
+    text = readme.read_text(encoding="utf-8", errors="replace")
+    if not text.startswith("---"):
+        return None
+    match = _LICENCE.search(text[3:].split("\n---", 1)[0])
+    return match[1].strip("\"'") if match else None
