@@ -168,8 +168,8 @@ ES_API int64_t es_ring_length(const es_ring *ring);            /* committed posi
    committed length as in es_tree: row i has position length + depth[i]. ES_ERR_CONTEXT when the
    ring is too small for the batch. */
 ES_API es_status es_ring_append(es_ring *ring, const int32_t *depth, int32_t n, int32_t *slot);
-/* Keeps rows path[0..n_path) of the last append, drops the others. from and to (n_path) receive
-   the slot moves the owner of the memory has to make, in order; n_moves how many. */
+/* Keeps rows path[0..n_path) of the last append, drops the others; path[i] has depth i. from and to
+   (n_path) receive the slot moves the owner of the memory has to make, in order; n_moves how many. */
 ES_API es_status es_ring_commit(es_ring *ring, const int32_t *path, int32_t n_path, int32_t *from,
                                 int32_t *to, int32_t *n_moves);
 ES_API es_status es_ring_rollback(es_ring *ring);              /* drops the last append */
@@ -177,7 +177,7 @@ ES_API es_status es_ring_rollback(es_ring *ring);              /* drops the last
    row must see has been overwritten. */
 ES_API es_status es_ring_truncate(es_ring *ring, int64_t length);
 /* Slots of the committed positions visible from `position`, in position order. slot has room for
-   n_slots. */
+   n_slots. ES_ERR_CONTEXT when one of them has been overwritten. */
 ES_API es_status es_ring_visible(const es_ring *ring, int64_t position, int32_t *slot, int32_t *n);
 
 /* ---- session and round ------------------------------------------------------------------- */
