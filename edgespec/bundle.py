@@ -1,26 +1,34 @@
-"""Opening and writing bundles, and from a MODEL argument to a bundle.
+"""From a MODEL argument to a bundle, fetched and exported on first use.
 
-`edgespec.manifest` states the format.
+The names of the bundle's own modules are here too: `manifest` states the format,
+`bundle_files` opens, checks and writes.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import stat
-import tempfile
-from dataclasses import asdict, dataclass
-from functools import cache
+import hashlib
+import importlib.util
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
-from edgespec.cache import sha256_of
-from edgespec.errors import FormatError, ModelNotFoundError
+from edgespec import hub, models
+from edgespec.bundle_files import (
+    Bundle,
+    describe_file,
+    open_bundle,
+    write_manifest,
+)
+from edgespec.cache import home, locked
+from edgespec.errors import (
+    EdgeSpecError,
+    ModelNotFoundError,
+    UnsupportedError,
+    UsageError,
+)
 from edgespec.manifest import (
-    CHAT_TEMPLATE,
-    FORMAT_VERSION,
     MANIFEST,
-    MANIFEST_LIMIT,
-    TOKENIZER,
     Architecture,
     CheckEntry,
     Container,
@@ -30,8 +38,8 @@ from edgespec.manifest import (
     OnnxEntry,
     TokenizerEntry,
     WeightsEntry,
-    parse_manifest,
 )
+from edgespec.progress import Progress, silent
 
 __all__ = [
     "Architecture",
@@ -46,116 +54,149 @@ __all__ = [
     "WeightsEntry",
     "describe_file",
     "open_bundle",
+    "resolve",
     "write_manifest",
 ]
 
+# Both: the foreign targets read one each.
+FORMATS = ("gguf", "onnx")
+
 
 @dataclass(frozen=True, slots=True)
-class Bundle:
-    """An opened bundle; its files are checked when they are asked for."""
+class Checkpoint:
+    """What is exported, and what the bundle says of it."""
 
-    directory: Path
-    manifest: Manifest
-
-    def path_of(self, name: str) -> Path:
-        """The checked file, after its data files ("target.onnx" -> "target.onnx.data").
-
-        Raises FormatError naming the file, what was expected and what was found.
-        """
-        if name not in self.manifest.files:
-            listed = ", ".join(sorted(self.manifest.files))
-            raise FormatError(
-                f"{self.directory}: no {name} in this bundle, only {listed}"
-            )
-        for other, entry in self.manifest.files.items():
-            if other == name or other.startswith(name + "."):
-                _check_file(self.directory / other, entry)
-        return self.directory / name
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.manifest.files
-
-    @property
-    def tokenizer_json(self) -> str:
-        """The tokenizer, as `tokenizers` reads it."""
-        return self._text(TOKENIZER)
-
-    @property
-    def chat_template(self) -> str | None:
-        """The Jinja chat template, None for a base model."""
-        return self._text(CHAT_TEMPLATE) if CHAT_TEMPLATE in self else None
-
-    def _text(self, name: str) -> str:
-        path = self.path_of(name)
-        try:
-            return path.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise FormatError(f"{path}: not UTF-8: {error}") from None
+    path: Path
+    name: str
+    origin: str
+    sha256: str | None = None
+    licence: str | None = None
+    quant: str | None = None
 
 
-def open_bundle(path: Path) -> Bundle:
-    """Reads and checks a bundle's manifest; the other files when they are used."""
-    if not path.exists():
-        raise ModelNotFoundError(f"{path}: no such bundle")
-    if not path.is_dir():
-        raise FormatError(f"{path}: a bundle is a directory with {MANIFEST}")
-    manifest_path = path / MANIFEST
-    if not manifest_path.exists():
-        raise FormatError(
-            f"{path}: not a bundle, it has no {MANIFEST}; "
-            f"to make one: edgespec export {path} -o DIR"
+def resolve(
+    model: str, *, offline: bool = False, progress: Progress | None = None
+) -> Bundle:
+    """The bundle that MODEL means.
+
+    MODEL is a name of `models/`, `hf:ORG/REPO[:QUANT]`, a bundle's directory or a .gguf
+    file, looked for in this order ("./NAME" is always a path). All but directories are
+    exported once into the cache, without the check that `edgespec export` makes.
+
+    Raises:
+        ModelNotFoundError: no such path, or no source could be reached.
+        UsageError: neither a path nor a known name.
+        UnsupportedError: exporting is needed and the `[export]` extra is missing.
+    """
+    report = progress or silent
+    if model.startswith("hf:"):
+        return _from_hub(hub.parse_reference(model), offline, report)
+    if model in models.cards():
+        return _from_card(models.card(model), offline, report)
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return open_bundle(path)
+    if path.is_file() and path.suffix == ".gguf":
+        return _from_file(path, report)
+    if path.exists():
+        raise UsageError(
+            f"{path}: expected a bundle directory or a .gguf file; "
+            "a checkpoint directory is exported with: edgespec export DIR -o OUT"
         )
-    size = _regular_size(manifest_path)
-    if size > MANIFEST_LIMIT:
-        raise FormatError(
-            f"{manifest_path}: expected at most {MANIFEST_LIMIT} bytes, got {size}"
+    if "/" in model or path.suffix:
+        raise ModelNotFoundError(f"{path}: no such file or directory")
+    raise UsageError(
+        f"no model and no directory is called {model!r}; known models: "
+        f"{', '.join(models.cards())}; any other: hf:ORG/REPO[:QUANT]"
+    )
+
+
+def exporter_key() -> str:
+    """Digest of the exporter's code, so that a new version makes its bundles anew."""
+    spec = importlib.util.find_spec("edgespec_export")
+    if spec is None or not spec.submodule_search_locations:
+        raise EdgeSpecError("edgespec_export is missing; reinstall edgespec")
+    digest = hashlib.sha256()
+    package = Path(spec.submodule_search_locations[0])
+    for path in sorted(package.rglob("*.py")):
+        digest.update(path.relative_to(package).as_posix().encode() + b"\0")
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _from_card(card: models.Card, offline: bool, progress: Progress) -> Bundle:
+    def fetch() -> Checkpoint:
+        return Checkpoint(
+            models.fetch_card(card, offline=offline, progress=progress),
+            card.name,
+            f"hf:{card.origin}",
+            card.file.sha256,
+            card.licence,
         )
-    return Bundle(path, parse_manifest(manifest_path.read_bytes(), str(manifest_path)))
+
+    return _cached(card.name, card.file.sha256, fetch, progress)
 
 
-def describe_file(path: Path) -> FileEntry:
-    """The entry that `files` needs for a file."""
-    return FileEntry(sha256=sha256_of(path), size=path.stat().st_size)
+def _from_hub(reference: hub.HubReference, offline: bool, progress: Progress) -> Bundle:
+    def fetch() -> Checkpoint:
+        got = hub.obtain(reference, offline=offline, progress=progress)
+        origin, licence = f"hf:{reference.repo}", got.listing.licence
+        name = reference.repo.partition("/")[2]
+        return Checkpoint(got.path, name, origin, got.sha256, licence, got.quant)
+
+    # A commit fetched before is used without asking; `models get` looks for newer.
+    listing = hub.saved_listing(reference) or hub.refresh(reference, offline)
+    stem = models.bundle_stem(reference.repo)
+    if reference.quant:
+        stem += f"--{reference.quant.lower()}"
+    return _cached(stem, listing.revision, fetch, progress)
 
 
-def write_manifest(directory: Path, manifest: Manifest) -> None:
-    """Writes `edgespec.json` at once; refuses a manifest it could not read back."""
-    data = {"format_version": FORMAT_VERSION} | asdict(manifest)
-    text = json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
-    target = directory / MANIFEST
-    parse_manifest(text.encode(), str(target))
-    handle, temporary = tempfile.mkstemp(prefix=".edgespec-", dir=directory)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(text.encode())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, target)
-    except BaseException:
-        os.unlink(temporary)
-        raise
-
-
-def _regular_size(path: Path) -> int:
-    try:
-        status = path.lstat()
-    except FileNotFoundError:
-        raise FormatError(f"{path}: missing from the bundle") from None
-    if not stat.S_ISREG(status.st_mode):
-        raise FormatError(f"{path}: expected a regular file, not a link or directory")
-    return status.st_size
-
-
-def _check_file(path: Path, entry: FileEntry) -> None:
-    size = _regular_size(path)
-    if size != entry.size:
-        raise FormatError(f"{path}: size: expected {entry.size}, got {size}")
+def _from_file(path: Path, progress: Progress) -> Bundle:
+    path = path.resolve()
     status = path.stat()
-    _check_digest(path, entry.sha256, (size, status.st_mtime_ns, status.st_ino))
+    identity = f"{path}\0{status.st_size}\0{status.st_mtime_ns}\0{status.st_ino}"
+    checkpoint = Checkpoint(path, path.stem, path.name)
+    return _cached(f"file-{path.stem}", identity, lambda: checkpoint, progress)
 
 
-@cache
-def _check_digest(path: Path, expected: str, identity: tuple[int, int, int]) -> None:
-    """Cached by the file's identity: an unchanged file is hashed once a process."""
-    got = sha256_of(path)
-    if got != expected:
-        raise FormatError(f"{path}: sha256: expected {expected}, got {got}")
+def _cached(
+    stem: str, identity: str, fetch: Callable[[], Checkpoint], progress: Progress
+) -> Bundle:
+    """The bundle of this identity made by this exporter; others of the stem go away."""
+    key = hashlib.sha256(f"{identity}\0{exporter_key()}".encode()).hexdigest()
+    directory = home() / "bundles" / f"{stem}-{key[: models.KEY_DIGITS]}"
+    with locked(directory):
+        if not (directory / MANIFEST).exists():
+            _export(fetch(), directory, progress)
+            for other in models.bundles_of(stem):
+                if other != directory:
+                    shutil.rmtree(other, ignore_errors=True)
+    return open_bundle(directory)
+
+
+def _export(checkpoint: Checkpoint, directory: Path, progress: Progress) -> None:
+    try:
+        from edgespec_export import pipeline
+        from edgespec_export.weights import Origin
+    except ModuleNotFoundError as error:
+        raise UnsupportedError(
+            f"{checkpoint.path.name} has to be exported first, which needs the module "
+            f"{error.name}; install it with: pip install 'edgespec[export]'"
+        ) from error
+    is_gguf = checkpoint.path.suffix == ".gguf"
+    pipeline.export(
+        checkpoint.path,
+        directory,
+        formats=FORMATS,
+        quant=checkpoint.quant,
+        check=False,
+        progress=progress,
+        name=checkpoint.name,
+        origin_override=Origin(
+            checkpoint.origin,
+            "gguf" if is_gguf else "safetensors",
+            checkpoint.sha256,
+            checkpoint.licence,
+        ),
+    )

@@ -184,9 +184,23 @@ def refusal(offline: bool) -> str | None:
     return None
 
 
+def saved_listing(reference: HubReference) -> Listing | None:
+    """The repository as last seen, None when never."""
+    path = reference.directory / LISTING
+    return _read_listing(path) if path.exists() else None
+
+
+def refresh(reference: HubReference, offline: bool = False) -> Listing:
+    """The repository as it is now; raises ModelNotFoundError when it cannot be seen."""
+    with locked(reference.directory):
+        listing, problem = _list(reference, offline)
+    if problem is not None:
+        raise _absent(reference, problem)
+    return listing
+
+
 def _list(reference: HubReference, offline: bool) -> tuple[Listing, str | None]:
     """The repository's files, from the hub or as last seen, then with the reason."""
-    saved = reference.directory / LISTING
     problem = refusal(offline)
     if problem is None:
         try:
@@ -194,14 +208,19 @@ def _list(reference: HubReference, offline: bool) -> tuple[Listing, str | None]:
         except FetchError as error:
             problem = str(error)
         else:
-            _replace(saved, listing)
+            _replace(reference.directory / LISTING, listing)
             return listing, None
-    if not saved.exists():
-        raise ModelNotFoundError(
-            f"hf:{reference.repo}: not in the cache ({home()}), and the hub cannot be "
-            f"used: {problem}"
-        )
-    return _read_listing(saved), problem
+    saved = saved_listing(reference)
+    if saved is None:
+        raise _absent(reference, problem)
+    return saved, problem
+
+
+def _absent(reference: HubReference, problem: str) -> ModelNotFoundError:
+    return ModelNotFoundError(
+        f"hf:{reference.repo}: not in the cache ({home()}), and the hub cannot be "
+        f"used: {problem}"
+    )
 
 
 def _read_listing(path: Path) -> Listing:

