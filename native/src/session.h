@@ -1,0 +1,48 @@
+/* session.h - the state of one conversation, shared by session.c (its life) and round.c (its work). */
+#ifndef ES_SESSION_H
+#define ES_SESSION_H
+
+#include <stdbool.h>
+
+#include "draft_ngram.h"
+#include "edgespec.h"
+#include "plan.h"
+
+struct es_session {
+    /* fixed at birth */
+    int32_t vocab;
+    int32_t context;
+    int32_t rows;
+    es_draft_kind draft;
+    es_tree_mode mode;
+    es_tree shape;       /* valid in ES_TREE_SHAPE */
+    int32_t *eos;        /* (n_eos), owned */
+    int32_t n_eos;
+
+    /* the sequence */
+    int32_t *tokens;     /* (context + 1), owned */
+    size_t length;
+    uint64_t evicted;    /* tokens dropped in front: offset of the noise index */
+    es_ngram *ngram;     /* owned; NULL without ES_DRAFT_NGRAM */
+    es_plan plan;
+
+    /* the reply in progress */
+    bool is_generating;
+    es_sampling sampling;
+    int32_t *bias_token; /* (n_bias), owned; sampling points here */
+    float *bias_value;
+    int64_t left;        /* tokens it may still emit */
+    es_stats stats;
+
+    /* the round in progress */
+    bool is_open;
+    es_round_kind kind;
+    es_tree tree;        /* as handed out */
+    double draft_seconds;
+    bool has_proposal;   /* the host's tree waits for the next draft round */
+    bool is_proposed;    /* the open round forwards one */
+    es_tree proposal;
+    float *scratch;      /* (vocab), owned */
+};
+
+#endif
