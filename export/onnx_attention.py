@@ -29,7 +29,7 @@ class _Attention:
         self.config = config
         self.inputs: list[onnx.ValueInfoProto] = []
         self.outputs: list[onnx.ValueInfoProto] = []
-        zero, one = ops.shared("axis0", 0), ops.shared("axis1", 1)
+        self._axis0 = ops.shared("axis0", 0)
         shape = ops.node("Shape", ["tree_depth"])
         self.rows = shape  # int64 [1]
         self.total = ops.node("Add", ["past_len", shape])  # int64 [1]
@@ -49,7 +49,6 @@ class _Attention:
         cos, sin = rope_tables(config.rope, config.max_position)
         self.cos = ops.store.add("rope.cos", cos)
         self.sin = ops.store.add("rope.sin", sin)
-        self._axes = (zero, one)
 
     def _buffers(self, layer: int) -> tuple[str, str, str, str]:
         names = []
@@ -70,7 +69,7 @@ class GroupQueryAttention(_Attention):
         last = ops.node("Sub", [self.total, ops.shared("axis1", 1)])
         self._seqlens = ops.node("Cast", [last], to=TensorProto.INT32)
         self._total = ops.node("Cast", [self.total], to=TensorProto.INT32)
-        self._position_ids = ops.node("Unsqueeze", [self.positions, self._axes[0]])
+        self._position_ids = ops.node("Unsqueeze", [self.positions, self._axis0])
 
     def __call__(self, layer: int, qkv: str) -> str:
         """[n, q | k | v] -> [n, heads * head_dim]."""
@@ -80,7 +79,7 @@ class GroupQueryAttention(_Attention):
         ops.node(
             "GroupQueryAttention",
             [
-                ops.node("Unsqueeze", [qkv, self._axes[0]]),
+                ops.node("Unsqueeze", [qkv, self._axis0]),
                 "",
                 "",
                 past_key,
@@ -99,7 +98,7 @@ class GroupQueryAttention(_Attention):
             do_rotary=1,
             rotary_interleaved=0,
         )
-        return ops.node("Squeeze", [mixed, self._axes[0]])
+        return ops.node("Squeeze", [mixed, self._axis0])
 
 
 class ExplicitAttention(_Attention):
@@ -107,16 +106,9 @@ class ExplicitAttention(_Attention):
 
     def __init__(self, ops: Ops, config: ModelConfig) -> None:
         super().__init__(ops, config)
-        # [n, 1, d / 2], to broadcast over heads
-        self._cos, self._sin = (
-            ops.node(
-                "Unsqueeze",
-                [ops.node("Gather", [table, self.positions], axis=0), self._axes[1]],
-            )
-            for table in (self.cos, self.sin)
-        )
+        self._position_ids = ops.node("Unsqueeze", [self.positions, self._axis0])
         # buffer slots of the new rows, as ScatterElements wants them: [1, kv, n, d]
-        count = ops.node("Squeeze", [self.rows, self._axes[0]])
+        count = ops.node("Squeeze", [self.rows, self._axis0])
         zero = ops.store.constant("scalar0", 0)
         one = ops.store.constant("scalar1", 1)
         slots = ops.node("Add", [ops.node("Range", [zero, count, one]), "past_len"])
@@ -127,56 +119,89 @@ class ExplicitAttention(_Attention):
         width = ops.store.constant("head_dim", [config.head_dim])
         shape = ops.node("Concat", [kv, self.rows, width], axis=0)
         self._slots = ops.node("Expand", [slots, shape])
+        minus = ops.shared("axis_last", -1)
+        self._by_head = ops.node(
+            "Concat",
+            [ops.store.constant("heads", [1, config.n_heads]), self.rows, self.total],
+            axis=0,
+        )
+        self._by_kv = ops.node("Concat", [kv, minus, self.total], axis=0)
 
     def __call__(self, layer: int, qkv: str) -> str:
         """[n, q | k | v] -> [n, heads * head_dim]."""
         ops, config = self.ops, self.config
         n_heads, kv, width = config.n_heads, config.n_kv_heads, config.head_dim
         past_key, past_value, present_key, present_value = self._buffers(layer)
-        shape = ops.store.constant("by_head", [0, -1, width])
-        heads = ops.node("Reshape", [qkv, shape])  # [n, heads + 2 kv, d]
-        q, k, v = ops.fresh("q"), ops.fresh("k"), ops.fresh("v")
-        sizes = ops.store.constant("qkv_heads", [n_heads, kv, kv])
-        ops.node("Split", [heads, sizes], outputs=[q, k, v], axis=1)
-        q, k = self._rotate(q), self._rotate(k)
-        key = self._write(past_key, k, present_key)  # [1, kv, total, d]
-        value = self._write(past_value, v, present_value)
-        # the heads of a group share their keys: [kv, group * n, d] against [kv, total, d]
-        q = ops.node("Transpose", [q], perm=[1, 0, 2])  # [heads, n, d]
-        grouped = ops.store.constant("grouped", [1, kv, n_heads // kv, -1, width])
-        q = ops.node("Reshape", [q, grouped])
-        axis2 = ops.shared("axis2", 2)
-        key = ops.node("Unsqueeze", [key, axis2])
-        value = ops.node("Unsqueeze", [value, axis2])
-        scores = ops.node(
-            "MatMul", [q, ops.node("Transpose", [key], perm=[0, 1, 2, 4, 3])]
+        n_rotated = n_heads + kv
+        both, v = ops.fresh("q_and_k"), ops.fresh("v")
+        sizes = ops.store.constant("qk_v", [n_rotated * width, kv * width])
+        ops.node("Split", [qkv, sizes], outputs=[both, v], axis=-1)
+        both = ops.node(
+            "RotaryEmbedding",
+            [
+                ops.node("Unsqueeze", [both, self._axis0]),
+                self._position_ids,
+                self.cos,
+                self.sin,
+            ],
+            domain="com.microsoft",
+            num_heads=n_rotated,
+            interleaved=0,
         )
-        scale = ops.store.constant("scale", width**-0.5, np.float32)  # type: ignore[arg-type]
-        scores = ops.node("Add", [ops.node("Mul", [scores, scale]), self.bias])
-        mixed = ops.node("MatMul", [ops.node("Softmax", [scores], axis=-1), value])
+        q, k = ops.fresh("q"), ops.fresh("k")
+        sizes = ops.store.constant("q_k", [n_heads, kv])
+        both = self._by_heads(both, n_rotated)
+        ops.node("Split", [both, sizes], outputs=[q, k], axis=1)
+        key = self._write(past_key, k, present_key)  # [1, kv, total, d]
+        value = self._write(past_value, self._by_heads(v, kv), present_value)
+        # the heads of a group share their keys: [1, kv, group * n, d] x [1, kv, total, d]
+        q = ops.node("Reshape", [q, ops.store.constant("by_kv", [1, kv, -1, width])])
+        turned = ops.node("Transpose", [key], perm=[0, 1, 3, 2])
+        scores = ops.node("MatMul", [q, turned])
+        scale = ops.store.constant("scale", width**-0.5, np.float32)
+        scores = ops.node("Mul", [scores, scale])
+        scores = ops.node("Reshape", [scores, self._by_head])
+        scores = ops.node("Add", [scores, self.bias])
+        mixed = self._softmax_times(scores, value)
         flat = ops.store.constant("all_heads", [n_heads, -1, width])
         mixed = ops.node("Reshape", [mixed, flat])
         mixed = ops.node("Transpose", [mixed], perm=[1, 0, 2])
         return ops.node("Reshape", [mixed, ops.store.constant("flat", [0, -1])])
 
-    def _rotate(self, x: str) -> str:
-        """Half-split rotation of [n, heads, d]."""
+    def _softmax_times(self, scores: str, value: str) -> str:
+        """softmax(scores [1, heads, n, total]) times value [1, kv, total, d], by kv head.
+
+        Masked entries are exact zeros in both sums, and the sums do not depend on where
+        the zeros lie: the product runs over keys in order, the divisor is summed in
+        double. So a row's result is the same in a tree, with siblings' rows between its
+        ancestors, as in a chain.
+        """
+        ops, config = self.ops, self.config
+        last = ops.shared("axis_last", -1)
+        top = ops.node("ReduceMax", [scores, last], keepdims=1)
+        share = ops.node("Exp", [ops.node("Sub", [scores, top])])
+        fine = ops.node("Cast", [share], to=TensorProto.DOUBLE)
+        divisor = ops.node("ReduceSum", [fine, last], keepdims=1)
+        divisor = ops.node("Cast", [divisor], to=TensorProto.FLOAT)
+        share = ops.node("Reshape", [share, self._by_kv])
+        mixed = ops.node("MatMul", [share, value])
+        shape = [1, config.n_heads, -1, config.head_dim]
+        mixed = ops.node("Reshape", [mixed, ops.store.constant("mixed_shape", shape)])
+        return ops.node("Div", [mixed, divisor])
+
+    def _by_heads(self, x: str, count: int) -> str:
+        """[.., n, count * d] -> [1, count, n, d]."""
         ops = self.ops
-        low, high = ops.fresh("low"), ops.fresh("high")
-        ops.node("Split", [x], outputs=[low, high], axis=-1, num_outputs=2)
-
-        def product(half: str, table: str) -> str:
-            return ops.node("Mul", [half, table])
-
-        first = ops.node("Sub", [product(low, self._cos), product(high, self._sin)])
-        second = ops.node("Add", [product(high, self._cos), product(low, self._sin)])
-        return ops.node("Concat", [first, second], axis=-1)
+        shape = ops.store.constant(
+            f"rows_of_{count}", [1, -1, count, self.config.head_dim]
+        )
+        return ops.node(
+            "Transpose", [ops.node("Reshape", [x, shape])], perm=[0, 2, 1, 3]
+        )
 
     def _write(self, past: str, rows: str, present: str) -> str:
-        """Puts new rows [n, kv, d] behind the committed ones; returns all visible rows."""
+        """Puts [1, kv, n, d] behind the committed rows; returns all visible ones."""
         ops = self.ops
-        rows = ops.node("Transpose", [rows], perm=[1, 0, 2])
-        rows = ops.node("Unsqueeze", [rows, self._axes[0]])
         ops.node("ScatterElements", [past, self._slots, rows], name=present, axis=2)
         start, axis = ops.shared("axis0", 0), ops.shared("axis2", 2)
         return ops.node("Slice", [present, start, self.total, axis])

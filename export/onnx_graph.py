@@ -27,6 +27,7 @@ from edgespec_export.onnx_weights import Matrix
 from edgespec_export.weights import WeightSet
 
 ATTENTIONS = {"gqa": GroupQueryAttention, "explicit": ExplicitAttention}
+DEFAULT_ATTENTION = "gqa"
 INPUTS_VERSION = 1
 _OPSET = 20
 _IR_VERSION = 10
@@ -34,11 +35,12 @@ _IR_VERSION = 10
 
 @dataclass(frozen=True, slots=True)
 class GraphReport:
-    """What was written: matrices by form, bytes, and the reason of each form."""
+    """What was written: matrices by form, the reason of each form, bytes of all files."""
 
     counts: dict[str, int]
     notes: tuple[str, ...]
     bytes: int
+    errors: dict[str, float]  # relative, of each matrix that is not exact
 
 
 def write(
@@ -46,7 +48,7 @@ def write(
     path: Path,
     *,
     quant: str | None = None,
-    attention: str = "gqa",
+    attention: str = DEFAULT_ATTENTION,
     taps: Iterable[int] = (),
     accuracy_level: int = 4,
     block: int = nbits.BLOCK,
@@ -93,7 +95,7 @@ def write(
     if store.path.exists():
         size += store.path.stat().st_size
     notes = tuple(f"{why}: {count}" for why, count in sorted(graph.notes.items()))
-    return GraphReport(dict(sorted(graph.counts.items())), notes, size)
+    return GraphReport(dict(sorted(graph.counts.items())), notes, size, graph.errors)
 
 
 class _Graph:
@@ -116,6 +118,7 @@ class _Graph:
         self.attention_name = attention
         self.counts: Counter[str] = Counter()
         self.notes: Counter[str] = Counter()
+        self.errors: dict[str, float] = {}
         self._outputs: list[onnx.ValueInfoProto] = []
 
     def build(self, progress: Callable[[int, int], None] | None) -> onnx.ModelProto:
@@ -192,9 +195,10 @@ class _Graph:
         return self.ops.node("Concat", results, axis=-1)
 
     def _matrix(self, name: str) -> Matrix:
-        matrix = onnx_weights.prepare(
-            self.weights.tensors[name], self.quant, block=self.block
-        )
+        tensor = self.weights.tensors[name]
+        matrix = onnx_weights.prepare(tensor, self.quant, block=self.block)
+        if not matrix.is_exact:
+            self.errors[name] = matrix.error(tensor.load_f32())
         self.counts[matrix.form] += 1
         self.notes[f"{matrix.form} ({matrix.why})"] += 1
         return matrix

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from edgespec.errors import UnsupportedError
 from edgespec_export import nbits, quantize
 from edgespec_export.nbits import NBits
 from edgespec_export.weights import Tensor
@@ -22,6 +23,12 @@ class Matrix:
     values: NDArray[np.float16] | NDArray[np.float32] | None
     form: str  # "int4", "int4+offset", "int8", "float16", "float32"
     why: str
+    is_exact: bool  # the source's own numbers
+
+    def error(self, expected: NDArray[np.float32]) -> float:
+        """Relative error against the source's numbers."""
+        norm = float(np.linalg.norm(expected))
+        return float(np.linalg.norm(self.dequantize() - expected)) / (norm or 1.0)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -52,35 +59,36 @@ def prepare(tensor: Tensor, quant: str | None, *, block: int = nbits.BLOCK) -> M
     nbits.check_block(block, tensor.shape[1], tensor.name)
     if kind not in ("Q4_0", "Q4_1", "Q8_0") or block != nbits.BLOCK:
         coded = nbits.quantize8(tensor.load_f32(), block)
-        return Matrix(coded, None, "int8", f"{kind} has no exact form; 8 bits keep it")
-    if kind == tensor.kind:
-        raw, source = tensor.load_raw(), "of the source"
+        why = f"{kind} has no exact form; 8 bits keep it"
+        return Matrix(coded, None, "int8", why, False)
+    is_kept = kind == tensor.kind
+    if is_kept:
+        raw, why = tensor.load_raw(), f"{kind} of the source, exact"
     else:
-        raw, source = (
-            quantize.quantize(kind, tensor.load_f32()),
-            f"made from {tensor.kind}",
-        )
+        raw = quantize.quantize(kind, tensor.load_f32())
+        why = f"{kind} made from {tensor.kind}"
     coded = nbits.from_ggml(kind, raw)
     if coded.offsets is not None:
-        return Matrix(
-            coded,
-            None,
-            "int4+offset",
-            f"{kind} {source}, exact: 4-bit codes, float offsets",
-        )
-    return Matrix(coded, None, f"int{coded.bits}", f"{kind} {source}, exact")
+        why += ": 4-bit codes, float offsets"
+        return Matrix(coded, None, "int4+offset", why, is_kept)
+    return Matrix(coded, None, f"int{coded.bits}", why, is_kept)
 
 
 def _floats(tensor: Tensor, kind: str) -> Matrix:
     values = tensor.load_f32()
     if kind == "F32":
-        return Matrix(None, values, "float32", f"{tensor.kind}, exact")
+        return Matrix(None, values, "float32", f"{tensor.kind}, exact", True)
     with np.errstate(over="ignore"):
         half = values.astype(np.float16)
-    if kind == "F16" or np.array_equal(half.astype(np.float32), values):
-        exact = "exact" if tensor.kind == kind else "rounded to float16"
-        return Matrix(None, half, "float16", f"{tensor.kind}, {exact}")
-    return Matrix(None, values, "float32", "BF16 beyond what float16 holds")
+    is_exact = np.array_equal(half.astype(np.float32), values)
+    if kind == "F16" and not np.isfinite(half).all():
+        raise UnsupportedError(
+            f"{tensor.name}: a weight lies beyond what float16 holds"
+        )
+    if kind == "F16" or is_exact:
+        how = "exact" if is_exact else "rounded to float16"
+        return Matrix(None, half, "float16", f"{tensor.kind}, {how}", is_exact)
+    return Matrix(None, values, "float32", "BF16 beyond what float16 holds", True)
 
 
 def concat(parts: list[Matrix]) -> Matrix | None:
@@ -92,6 +100,6 @@ def concat(parts: list[Matrix]) -> Matrix | None:
         coded = [p.nbits for p in parts if p.nbits is not None]
         if not all(nbits.is_same_form(coded[0], c) for c in coded):
             return None
-        return Matrix(nbits.concat(coded), None, first.form, first.why)
+        return Matrix(nbits.concat(coded), None, first.form, first.why, first.is_exact)
     values = np.concatenate([p.values for p in parts if p.values is not None])
-    return Matrix(None, values, first.form, first.why)
+    return Matrix(None, values, first.form, first.why, first.is_exact)
