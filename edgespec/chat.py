@@ -1,4 +1,4 @@
-"""Chat templates rendered to token ids, and thinking sections taken out of streamed text."""
+"""Chat templates rendered to token ids; thinking sections found in streamed text."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
-from typing import Any
+from typing import Any, ClassVar
 
 import jinja2
 from jinja2.ext import Extension, loopcontrols
@@ -20,13 +20,13 @@ from edgespec.tokenizer import THINK_CLOSE, THINK_OPEN, Tokenizer
 
 
 class ChatTemplate:
-    """A model's Jinja chat template, with the globals and filters transformers gives it.
+    """A model's Jinja chat template, with the names transformers gives it.
 
-    Control tokens come from the template alone. A special string inside a message or a template
-    argument is interrupted by a private-use character while the template runs and encoded as
-    ordinary text afterwards. Only the thinking tags of an assistant message, and tokens the
-    vocabulary does not mark as special, stay whole there, because templates look for them in
-    earlier replies.
+    Control tokens come from the template alone. A special string inside a message or a
+    template argument is interrupted by a private-use character while the template runs
+    and encoded as ordinary text afterwards. Only the thinking tags of an assistant
+    message, and tokens the vocabulary does not mark as special, stay whole there,
+    because templates look for them in earlier replies.
 
     Args:
         template: Jinja source; None for a model without one, `render` is an error then.
@@ -83,21 +83,22 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         **template_args: Any,
     ) -> list[int]:
-        """Ids of a conversation, exactly as the template says: bos only if it writes it.
+        """Ids of a conversation as the template says: bos only where it writes it.
 
         Args:
-            messages: dicts with "role" and "content" and what else the template reads. Keys
-                whose value is None are left out.
+            messages: dicts with "role" and "content" and what else the template reads.
+                Keys whose value is None are left out.
             add_generation_prompt: end with the opening of the assistant's turn.
-            template_args: further names for the template, such as enable_thinking or tools.
+            template_args: further names for the template, such as enable_thinking or
+                tools.
 
-        Raises UsageError without a template, for messages that are not plain data, and with the
-        template's own words when it refuses the conversation.
+        Raises UsageError without a template, for messages that are not plain data, and
+        with the template's own words when it refuses the conversation.
         """
         if self._template is None:
             raise UsageError(
-                "this model has no chat template; use --raw (edgespec generate) or pass token"
-                " ids or a raw prompt"
+                "this model has no chat template; use edgespec generate --raw, or pass "
+                "a plain prompt"
             )
         plain = [
             _plain(message, f"messages[{i}]") for i, message in enumerate(messages)
@@ -150,8 +151,9 @@ class ChatTemplate:
 class ThinkSplitter:
     """Splits streamed text at <think> and </think>.
 
-    The pieces joined are the text pushed, unchanged; the tags count as thinking. What could
-    still become a tag is held back. A section that is never closed lasts to the end.
+    The pieces joined are the text pushed, unchanged; the tags count as thinking. What
+    could still become a tag is held back. A section that is never closed lasts to the
+    end.
     """
 
     def __init__(self, inside: bool = False) -> None:
@@ -191,7 +193,8 @@ class _Marker:
 
     def __init__(self, controls: Iterable[str]) -> None:
         self._controls = sorted(controls, key=len, reverse=True)
-        # Templates may change the case of content, so "<|IM_END|>" is interrupted as well.
+        # Templates may change the case of content, so "<|IM_END|>" is interrupted as
+        # well.
         self._pattern = re.compile(
             "|".join(re.escape(c) for c in self._controls) or "(?!)", re.IGNORECASE
         )
@@ -204,20 +207,21 @@ class _Marker:
         if not isinstance(value, str):
             return value
         marked = self._pattern.sub(lambda match: _interrupt(match[0], mark), value)
-        # The rest of a control string could come from the text the template puts behind. Roles
-        # are exempt: templates build control strings from them.
+        # The rest of a control string could come from the text the template puts
+        # behind. Roles are exempt: templates build control strings from them.
         if key != "role" and _prefix_at_end(marked, self._controls):
             marked += mark
         return marked
 
 
 def _interrupt(control: str, mark: str) -> str:
-    # Behind the first character, so that templates that strip content find it where it was.
+    # Behind the first character, so that templates that strip content find it where it
+    # was.
     return control[0] + mark + control[1:]
 
 
 def _prefix_at_end(text: str, strings: Sequence[str]) -> int:
-    """Length of the longest end of `text` that begins, without completing, one of `strings`."""
+    """Length of the longest end of `text` that properly starts one of `strings`."""
     longest = max((len(s) for s in strings), default=0)
     for size in range(min(len(text), longest - 1), 0, -1):
         tail = text[-size:]
@@ -245,7 +249,8 @@ def _plain(value: Any, where: str) -> Any:
     if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
         return [_plain(v, f"{where}[{i}]") for i, v in enumerate(value)]
     raise UsageError(
-        f"{where}: expected text, numbers, lists or mappings, got {type(value).__name__}"
+        f"{where}: expected text, numbers, lists or mappings, got "
+        f"{type(value).__name__}"
     )
 
 
@@ -262,7 +267,7 @@ def _unused_character(*texts: str) -> str:
 class _GenerationBlock(Extension):
     """{% generation %}: marks the assistant's text for training; here just its body."""
 
-    tags = {"generation"}
+    tags: ClassVar[set[str]] = {"generation"}
 
     def parse(self, parser: Parser) -> Node | list[Node]:
         next(parser.stream)

@@ -32,9 +32,9 @@ class Utf8Stream:
 class StopMatcher:
     """Finds the first stop string in a stream of tokens.
 
-    Matching works on bytes, so it does not depend on how the text falls into tokens or blocks:
-    the stop whose last byte comes first wins, the longest one if several end there. Bytes that
-    could still become part of a stop are held back.
+    Matching works on bytes, so it does not depend on how the text falls into tokens or
+    blocks: the stop whose last byte comes first wins, the longest one if several end
+    there. Bytes that could still become part of a stop are held back.
     """
 
     def __init__(self, stops: Iterable[str] = ()) -> None:
@@ -51,9 +51,10 @@ class StopMatcher:
     def push(self, data: bytes) -> bytes:
         """Takes the bytes of one token, returns those that are safe to show.
 
-        After a match `kept` counts the tokens pushed that begin before the stop string, so a
-        token that holds the end of the shown text and the start of the stop is kept. The bytes
-        returned then end where the stop begins. Further tokens are ignored.
+        After a match `kept` counts the tokens pushed that begin before the stop string,
+        so a token that holds the end of the shown text and the start of the stop is
+        kept. The bytes returned then end where the stop begins. Further tokens are
+        ignored.
         """
         if self.stop is not None:
             return b""

@@ -21,8 +21,8 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 class Tokenizer:
     """One vocabulary, byte-level BPE or SentencePiece with byte fallback.
 
-    Special tokens are those the vocabulary marks as such, plus bos and every eos. They have ids
-    but no text of their own: see `text_bytes`. Safe to share between threads.
+    Special tokens are those the vocabulary marks as such, plus bos and every eos. They
+    have ids but no text of their own: see `text_bytes`. Safe to share between threads.
 
     Args:
         tokenizer_json: contents of a tokenizer.json.
@@ -30,8 +30,8 @@ class Tokenizer:
         eos_ids: every token that ends a reply.
         add_bos: whether raw text (no chat template) starts with bos.
 
-    Raises FormatError when the JSON or an id does not fit, UnsupportedError for vocabularies
-    whose tokens have no exact bytes (WordPiece).
+    Raises FormatError when the JSON or an id does not fit, UnsupportedError for
+    vocabularies whose tokens have no exact bytes (WordPiece).
     """
 
     def __init__(
@@ -63,7 +63,8 @@ class Tokenizer:
             content = self._library.id_to_token(i)
             if content is None:
                 raise FormatError(
-                    f"bos/eos id {i} is not in the vocabulary of {self.vocab_size} tokens"
+                    f"bos or eos id {i}: expected one of the vocabulary's "
+                    f"{self.vocab_size} ids"
                 )
             self._contents[i] = content
         self.special_ids = frozenset(marked | named)
@@ -82,8 +83,9 @@ class Tokenizer:
             text: any Unicode text; a lone surrogate is a UsageError.
             specials: whether special strings become control tokens. When False they are
                 ordinary text.
-            at_start: False when the text follows other text of the same sequence, which matters
-                to vocabularies that put a space in front of the first word only.
+            at_start: False when the text follows other text of the same sequence, which
+                matters to vocabularies that put a space in front of the first word
+                only.
         """
         try:
             text.encode()
@@ -104,10 +106,10 @@ class Tokenizer:
         return ids
 
     def encode_marked(self, text: str, mark: str) -> list[int]:
-        """Ids of a text whose special strings are control tokens unless `mark` interrupts them.
+        """Ids of a text whose special strings are control tokens unless interrupted.
 
-        Every occurrence of the character `mark` is removed before encoding; otherwise the ids
-        are those of `encode(text, specials=True)`.
+        Every occurrence of the character `mark` is removed before encoding; otherwise
+        the ids are those of `encode(text, specials=True)`.
         """
         if mark not in text:
             return self.encode(text, specials=True)
@@ -121,12 +123,12 @@ class Tokenizer:
         return ids + self._encode_piece(text[start:], mark, start == 0)
 
     def encode_raw(self, text: str) -> list[int]:
-        """Ids of a prompt without a chat template: bos when the model wants one, then the text."""
+        """Ids of a prompt without template: bos if the model wants it, then the text."""
         bos = [self.bos_id] if self.add_bos and self.bos_id is not None else []
         return bos + self.encode(text)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of a whole sequence, special tokens left out, invalid UTF-8 as U+FFFD."""
+        """Text of a whole sequence without special tokens; invalid UTF-8 as U+FFFD."""
         shown = [i for i in ids if self.text_bytes(i)]
         text: str = self._library.decode(shown, skip_special_tokens=False)
         return text
@@ -134,8 +136,8 @@ class Tokenizer:
     def token_bytes(self, token: int) -> bytes:
         """Exact bytes of one token; those of a special token spell its name.
 
-        A word at the start of a text keeps the space its vocabulary stores with it. Ids that
-        pad the model's logits beyond the vocabulary have no bytes.
+        A word at the start of a text keeps the space its vocabulary stores with it. Ids
+        that pad the model's logits beyond the vocabulary have no bytes.
         """
         known = self._bytes.get(token)
         if known is None:
@@ -143,7 +145,7 @@ class Tokenizer:
         return known
 
     def text_bytes(self, token: int) -> bytes:
-        """What the user sees of a token: nothing of a special one, unless it is a thinking tag."""
+        """What the user sees of a token: nothing of a special one but thinking tags."""
         if token in self.special_ids and self._contents[token] not in (
             THINK_OPEN,
             THINK_CLOSE,
@@ -162,10 +164,11 @@ class Tokenizer:
         return {self._contents[i]: i for i in sorted(self.special_ids)}
 
     def control_strings(self, template: str) -> dict[str, int]:
-        """Special strings and the added tokens a chat template spells out in its source.
+        """Special strings and the added tokens a chat template's source spells out.
 
-        From here on `encode(specials=False)` takes the latter for ordinary text too: tokens such
-        as <tool_call> carry meaning wherever the template uses them, marked special or not.
+        From here on `encode(specials=False)` takes the latter for ordinary text too:
+        tokens such as <tool_call> carry meaning wherever the template uses them, marked
+        special or not.
         """
         spelled = {
             content: i for i, content in self._contents.items() if content in template
@@ -177,7 +180,7 @@ class Tokenizer:
         return {**spelled, **self.special_strings}
 
     def _special_pattern(self) -> tuple[re.Pattern[str], list[int]]:
-        """One group per special token, longest first as the library matches, and their ids."""
+        """One group per special token, longest first like the library, and their ids."""
         special = [
             (len(token.content), i, token)
             for i, token in self._library.get_added_tokens_decoder().items()
@@ -203,16 +206,16 @@ class Tokenizer:
             self._library.add_special_tokens(tokens)
 
     def _read_decoder(self) -> tuple[bool, list[tuple[str, str]]]:
-        """Whether tokens are spelled in the byte alphabet; else the replacements to undo."""
+        """Whether tokens use the byte alphabet; else the replacements that decode them."""
         parts = list(_flatten(self._library.decoder, "decoders"))
         kinds = {part["type"] for part in parts}
         if "ByteLevel" in kinds:
             return True, []
         if not kinds & {"ByteFallback", "Metaspace"}:
             raise UnsupportedError(
-                "tokenizer.json: expected a ByteLevel, ByteFallback or Metaspace decoder, got "
-                f"{', '.join(sorted(kinds)) or 'none'}; tokens of this vocabulary have no exact"
-                " bytes"
+                "tokenizer.json: expected a ByteLevel, ByteFallback or Metaspace decoder, "
+                f"got {', '.join(sorted(kinds)) or 'none'}; tokens of this vocabulary have "
+                "no exact bytes"
             )
         replacements = [
             (part["pattern"]["String"], part["content"])
@@ -244,8 +247,10 @@ class Tokenizer:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Character of every byte in byte-level vocabularies (GPT-2): itself where Latin-1 prints
-    it, else the next free code point from U+0100."""
+    """Byte of every character in byte-level vocabularies (GPT-2).
+
+    Bytes that Latin-1 prints are themselves, the others count up from U+0100.
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [b for b in range(256) if b not in printable]
     alphabet = {chr(b): b for b in printable}
@@ -257,7 +262,7 @@ _BYTE_OF = _byte_alphabet()
 
 
 def _flatten(component: Any, children: str) -> Iterator[dict[str, Any]]:
-    """Leaf settings of a decoder, in order; `children` names the list inside a Sequence."""
+    """Leaf settings of a component, in order; `children` names a Sequence's list."""
     if component is None:
         return
     pending = [json.loads(component.__getstate__())]
