@@ -76,13 +76,13 @@ END_OF_TURN = (
 def tokenizer_json(metadata: Mapping[str, Any]) -> str:
     """tokenizer.json for the vocabulary in GGUF metadata.
 
-    Byte-level BPE ("gpt2") is cut as tokenizer.ggml.pre says, SentencePiece ("llama") gets
-    merges from its scores and byte fallback. Control and unknown tokens become special added
-    tokens, user-defined ones plain added tokens. Whether bos is put in front is not part of the
-    result: see `add_bos`.
+    Byte-level BPE ("gpt2") is cut as tokenizer.ggml.pre says; SentencePiece ("llama")
+    gets merges from its scores and byte fallback. Control and unknown tokens become
+    special added tokens, user-defined ones plain added tokens. Whether bos is put in
+    front is not part of the result: see `add_bos`.
 
-    Raises UnsupportedError for models and pre-tokenizers not known here, FormatError when the
-    metadata contradict themselves.
+    Raises UnsupportedError for models and pre-tokenizers not known here,
+    FormatError when the metadata contradict themselves.
     """
     model = metadata.get("tokenizer.ggml.model")
     tokens = _tokens(metadata)
@@ -135,7 +135,7 @@ def add_bos(metadata: Mapping[str, Any]) -> bool:
 
 
 def eos_ids(metadata: Mapping[str, Any]) -> tuple[int, ...]:
-    """Every id that ends a reply: eos, eot, eom, our own list, the template's end of turn."""
+    """Every id that ends a reply: eos, eot, eom, ours, the template's end of turn."""
     default = 2 if metadata.get("tokenizer.ggml.model") == "llama" else None
     ids = [_id(metadata, "tokenizer.ggml.eos_token_id", default)]
     ids += [_id(metadata, f"tokenizer.ggml.{k}_token_id", None) for k in ("eot", "eom")]
@@ -190,7 +190,8 @@ def _byte_level(metadata: Mapping[str, Any], tokens: list[str]) -> dict[str, Any
         unknown = [t for t in (*pair, "".join(pair)) if t not in vocab]
         if unknown:
             raise FormatError(
-                f"tokenizer.ggml.merges: {line!r} needs {unknown[0]!r}, which is no token"
+                f"tokenizer.ggml.merges: {line!r} needs {unknown[0]!r}, which is no "
+                f"token"
             )
         merges.append(pair)
     return byte_level_parts(SPLITS[pre], vocab, merges)
@@ -245,7 +246,8 @@ def merges_by_score(
 ) -> list[tuple[str, str]]:
     """Merges that build each token from any two others, the highest score first.
 
-    Control, unknown and byte tokens are neither built nor used: text that spells one stays text.
+    Control, unknown and byte tokens are neither built nor used: text that spells
+    one stays text.
     """
     usable = {
         token: i
@@ -291,8 +293,7 @@ def _tokens(metadata: Mapping[str, Any]) -> list[str]:
     # llama.cpp renames tokens without text in the same way.
     named = [token or f"[EMPTY_{i}]" for i, token in enumerate(tokens)]
     if len(set(named)) != len(named):
-        seen: set[str] = set()
-        twice = next(t for t in named if t in seen or seen.add(t))
+        twice = next(t for i, t in enumerate(named) if named.index(t) != i)
         raise FormatError(f"tokenizer.ggml.tokens: {twice!r} appears twice")
     return named
 
@@ -315,7 +316,9 @@ def _list(
 def _id(metadata: Mapping[str, Any], key: str, default: int | None) -> int | None:
     value = metadata.get(key, default)
     count = len(metadata.get("tokenizer.ggml.tokens", ()))
-    if value is None or 0 <= value < count:
+    if value is None:
+        return None
+    if isinstance(value, int) and 0 <= value < count:
         return value
     if key in metadata:
         raise FormatError(f"{key} = {value} is no token of a vocabulary of {count}")

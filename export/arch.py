@@ -1,4 +1,4 @@
-"""One entry per architecture: its keys in config.json and GGUF, its tensors in both worlds."""
+"""One entry per architecture: keys in config.json and GGUF, tensor names in both."""
 
 from __future__ import annotations
 
@@ -87,14 +87,6 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
 }
 
-# Keys of config.json that say nothing about the forward pass at inference.
-HF_IGNORED = frozenset(
-    ["_attn_implementation", "_attn_implementation_autoset", "_flash_attn_2_enabled", "_name_or_path", "architectures", "attention_dropout", "attn_implementation", "bos_token_id", "chat_template", "decoder_start_token_id", "do_sample", "dtype", "embd_pdrop", "eos_token_id", "finetuning_task", "hidden_dropout", "id2label", "initializer_range", "is_decoder", "is_llama_config", "label2id", "max_length", "max_window_layers", "model_type", "output_attentions", "output_hidden_states", "output_router_logits", "pad_token_id", "problem_type", "pretraining_tp", "return_dict", "rms_norm_eps", "temperature", "top_p", "tokenizer_class", "torch_dtype", "torchscript", "transformers.js_config", "transformers_version", "unk_token_id", "unsloth_fixed", "unsloth_version", "use_cache", "use_bfloat16", "use_return_dict", "use_sliding_window"]
-)
-_HF_READ = frozenset(
-    ["head_dim", "hidden_size", "intermediate_size", "layer_types", "max_position_embeddings", "num_attention_heads", "num_hidden_layers", "num_key_value_heads", "original_max_position_embeddings", "partial_rotary_factor", "quantization_config", "rope_parameters", "rope_scaling", "rope_theta", "sliding_window", "tie_word_embeddings", "vocab_size"]
-)
-
 
 def by_model_type(config: Mapping[str, Any], where: str) -> Architecture:
     """Architecture of a config.json, or UnsupportedError naming what is not known."""
@@ -122,47 +114,6 @@ def by_gguf_name(name: Any, where: str) -> Architecture:
             f"{where}: architecture {name!r} is not supported; known: {known}"
         )
     return ARCHITECTURES[name]
-
-
-def check_hf_settings(
-    arch: Architecture, config: Mapping[str, Any], where: str
-) -> None:
-    """Refuse, by name, every setting under which the model is not the one we compute."""
-    if config.get("quantization_config") is not None:
-        method = dict(config["quantization_config"]).get(
-            "quant_method", "unknown method"
-        )
-        raise UnsupportedError(
-            f"{where}: quantization_config ({method}): export the unquantised checkpoint"
-        )
-    for key, allowed in arch.hf_fixed.items():
-        if config.get(key, allowed[0]) not in allowed:
-            raise UnsupportedError(
-                f"{where}: {key} = {config[key]!r} is not supported; expected {allowed[0]!r}"
-            )
-    kinds = config.get("layer_types") or []
-    if any(kind != "full_attention" for kind in kinds):
-        raise UnsupportedError(
-            f"{where}: layer_types {sorted(set(kinds))}: only full_attention"
-        )
-    window, limit = config.get("sliding_window"), config.get("max_position_embeddings")
-    # Llama and Qwen switch the window by a flag of its own; Mistral by its presence.
-    is_used = window is not None and config.get("use_sliding_window") is not False
-    if is_used and limit is not None and window < limit:
-        raise UnsupportedError(
-            f"{where}: sliding_window {window} is smaller than max_position_embeddings {limit}: "
-            "attention would have to forget, which this version does not do; set "
-            f"max_position_embeddings to {window} to use the model within its window"
-        )
-    known = HF_IGNORED | _HF_READ | set(arch.hf_fixed)
-    unknown = {
-        k: v for k, v in config.items() if k not in known and v not in (None, False)
-    }
-    if unknown:
-        raise UnsupportedError(
-            f"{where}: keys whose effect is not known: {', '.join(sorted(unknown))}; remove "
-            "those that do not change the forward pass"
-        )
 
 
 def slots(arch: Architecture, config: ModelConfig) -> dict[str, Slot]:
@@ -199,7 +150,7 @@ def slots(arch: Architecture, config: ModelConfig) -> dict[str, Slot]:
 
 
 def check_names(expected: Iterable[str], found: Iterable[str], where: str) -> None:
-    """FormatError that lists the tensors a checkpoint lacks or has beyond its architecture."""
+    """FormatError that lists the tensors a checkpoint lacks or has too many."""
     wanted, got = set(expected), set(found)
     problems = []
     for label, names in (("missing", wanted - got), ("unexpected", got - wanted)):

@@ -50,9 +50,9 @@ def write(
 ) -> WriteReport:
     """Write `weights` to `path`, replacing it only when complete.
 
-    Without `quant` the source's types stay: blocks of a GGUF source and its metadata come out
-    bit for bit. Vectors are F32, a tied embedding is stored once, and keys "edgespec.*" are
-    added.
+    Without `quant` the source's types stay: blocks of a GGUF source and its
+    metadata come out bit for bit. Vectors are F32, a tied embedding is stored once,
+    and keys "edgespec.*" are added.
 
     Args:
         weights: from any source.
@@ -60,8 +60,8 @@ def write(
         path: the .gguf file.
         progress: called after each tensor.
 
-    Raises UsageError for an unknown quant, UnsupportedError naming a tensor whose rows the
-    block size does not divide.
+    Raises UsageError for an unknown quant, UnsupportedError naming a tensor whose
+    rows the block size does not divide.
     """
     if quant is not None and quant not in QUANTS:
         raise UsageError(f"unknown quant {quant!r}; known: {', '.join(QUANTS)}")
@@ -105,7 +105,8 @@ def _kind(weights: WeightSet, tensor: Tensor, quant: str | None) -> str:
     block = gguf.GGML_QUANT_SIZES[GGMLQuantizationType[kind]][0]
     if tensor.shape[-1] % block:
         raise UnsupportedError(
-            f"tensor {tensor.name!r}: rows of {tensor.shape[-1]} do not divide into {kind} "
+            f"tensor {tensor.name!r}: rows of {tensor.shape[-1]} do not divide into "
+            f"{kind} "
             f"blocks of {block}; use f16"
         )
     return kind

@@ -1,7 +1,8 @@
 """Rotary frequencies from config.json or GGUF metadata, every scaling exact or refused.
 
-The formulas are those of transformers' modeling_rope_utils and of ggml's rope; both agree on
-"default", "linear", "llama3" and "yarn" and these are the kinds known here. Computed in double.
+The formulas are those of transformers' modeling_rope_utils and of ggml's rope; both
+agree on "default", "linear", "llama3" and "yarn" and these are the kinds known here.
+Computed in double.
 """
 
 from __future__ import annotations
@@ -47,8 +48,9 @@ def base_frequencies(theta: float, dim: int) -> NDArray[np.float64]:
 def from_hf(config: Mapping[str, Any], head_dim: int, where: str) -> Rope:
     """Rope of a config.json, in the 5.x (rope_parameters) or 4.x (rope_scaling) style.
 
-    Raises UnsupportedError for a kind or key whose effect is not known here and FormatError for
-    missing or impossible values; `where` names the file in messages.
+    Raises UnsupportedError for a kind or key whose effect is not known here and
+    FormatError for missing or impossible values; `where` names the file in
+    messages.
     """
     new, old = config.get("rope_parameters"), config.get("rope_scaling")
     if new and old and dict(new) != dict(old):
@@ -128,7 +130,8 @@ def _llama3(
 ) -> NDArray[np.float64]:
     low, high = number("low_freq_factor"), number("high_freq_factor")
     turns = number("original_max_position_embeddings") * inv_freq / (2 * math.pi)
-    # Fewer than `low` turns in the original context: interpolate; more than `high`: keep.
+    # Fewer than `low` turns in the original context: interpolate; more than
+    # `high`: keep.
     keep = (
         np.clip((turns - low) / (high - low), 0, 1)
         if high != low
@@ -184,7 +187,7 @@ def from_gguf(
     freq_factors: NDArray[np.float32] | None,
     where: str,
 ) -> Rope:
-    """Rope of GGUF metadata as llama.cpp reads it; freq_factors is rope_freqs.weight."""
+    """Rope of GGUF metadata as llama.cpp reads it; factors are rope_freqs.weight."""
 
     def get(key: str, default: Any = None) -> Any:
         return metadata.get(f"{arch}.rope.{key}", default)
@@ -205,7 +208,8 @@ def from_gguf(
     attention = float(get("scaling.attn_factor", 1) or 1)
     if kind not in ("none", "linear", "yarn"):
         raise UnsupportedError(
-            f"{where}: RoPE scaling {kind!r} is not supported; known: none, linear, yarn"
+            f"{where}: RoPE scaling {kind!r} is not supported; known: none, linear, "
+            f"yarn"
         )
     is_scaled = kind == "yarn" or (kind == "linear" and factor != 1)
     if freq_factors is not None:

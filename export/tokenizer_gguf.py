@@ -1,4 +1,4 @@
-"""Tokenizers into GGUF metadata: what llama.cpp needs to give tokenizer.json's tokens."""
+"""Tokenizers into GGUF metadata, so that llama.cpp gives tokenizer.json's tokens."""
 
 from __future__ import annotations
 
@@ -40,19 +40,20 @@ def metadata(
 ) -> Metadata:
     """Metadata "tokenizer.*" for a vocabulary padded to `vocab` rows of the embedding.
 
-    The pre-tokenizer is identified by its structure, not by a name. A SentencePiece vocabulary
-    that prefixes a space to the first word only ("first") cannot be told apart from one that
-    does so after every special token by llama.cpp; our own key edgespec.tokenizer.prepend_scheme
-    keeps the difference.
+    The pre-tokenizer is identified by its structure, not by a name. A SentencePiece
+    vocabulary that prefixes a space to the first word only ("first") cannot be told
+    apart from one that does so after every special token by llama.cpp; our own key
+    edgespec.tokenizer.prepend_scheme keeps the difference.
 
-    Raises UnsupportedError for tokenizers llama.cpp has no equal of, FormatError for more
-    tokens than rows.
+    Raises UnsupportedError for tokenizers llama.cpp has no equal of, FormatError
+    for more tokens than rows.
     """
     data = json.loads(tokenizer_json)
     model = data.get("model") or {}
     if model.get("type") != "BPE":
         raise UnsupportedError(
-            f"tokenizer.json: model {model.get('type')!r} is not supported; expected 'BPE'"
+            f"tokenizer.json: model {model.get('type')!r} is not supported; expected "
+            f"'BPE'"
         )
     made = Metadata()
     tokens, types = _vocabulary(data, vocab, has_bytes=bool(model.get("byte_fallback")))
@@ -91,7 +92,8 @@ def pre_tokenizer_name(data: Mapping[str, Any]) -> str:
         if same == looked_for:
             return name
     raise UnsupportedError(
-        f"tokenizer.json: no pre-tokenizer of llama.cpp known here cuts text by {list(steps)}"
+        f"tokenizer.json: no pre-tokenizer of llama.cpp known here cuts text by "
+        f"{list(steps)}"
         f" with ignore_merges {ignore_merges} and normalizer {normalizers}"
     )
 
@@ -147,7 +149,7 @@ def _sentencepiece(
     types: list[int],
     merges: list[list[str]],
 ) -> None:
-    """Scores under which llama.cpp merges in the order of `merges`, or UnsupportedError."""
+    """Scores that make llama.cpp merge as `merges` say, or UnsupportedError."""
     absent = next((b for b in range(256) if f"<0x{b:02X}>" not in tokens), None)
     if absent is not None:
         raise FormatError(f"tokenizer.json: no token for byte 0x{absent:02X}")
@@ -162,7 +164,8 @@ def _sentencepiece(
         left + right for left, right in merges
     ] != [left + right for left, right in rebuilt]:
         raise UnsupportedError(
-            "tokenizer.json: its merges are not those a SentencePiece vocabulary has, so "
+            "tokenizer.json: its merges are not those a SentencePiece vocabulary "
+            "has, so "
             "llama.cpp would cut text differently"
         )
     has_prefix, scheme = _space_prefix(data)
@@ -224,7 +227,8 @@ def _vocabulary(
             kinds[token["id"]] = UNKNOWN
     if words and max(words) >= rows:
         raise FormatError(
-            f"tokenizer.json has {max(words) + 1} tokens, the embedding only {rows} rows"
+            f"tokenizer.json has {max(words) + 1} tokens, the embedding only {rows} "
+            f"rows"
         )
     # llama.cpp wants one token for every row.
     for i in range(rows):

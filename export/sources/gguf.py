@@ -33,13 +33,41 @@ from edgespec_export.weights import ModelConfig, Origin, Tensor, WeightSet
 
 _SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 _READ = frozenset(
-    ["block_count", "context_length", "embedding_length", "feed_forward_length", "attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.value_length", "attention.layer_norm_rms_epsilon", "attention.sliding_window", "vocab_size", "expert_count", "expert_used_count", "rope.dimension_count", "rope.freq_base", "rope.scale_linear", "rope.scaling.type", "rope.scaling.factor", "rope.scaling.attn_factor", "rope.scaling.original_context_length", "rope.scaling.finetuned", "rope.scaling.alpha", "rope.scaling.yarn_ext_factor", "rope.scaling.yarn_attn_factor", "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow", "rope.scaling.yarn_log_multiplier"]
+    [
+        "block_count",
+        "context_length",
+        "embedding_length",
+        "feed_forward_length",
+        "attention.head_count",
+        "attention.head_count_kv",
+        "attention.key_length",
+        "attention.value_length",
+        "attention.layer_norm_rms_epsilon",
+        "attention.sliding_window",
+        "vocab_size",
+        "expert_count",
+        "expert_used_count",
+        "rope.dimension_count",
+        "rope.freq_base",
+        "rope.scale_linear",
+        "rope.scaling.type",
+        "rope.scaling.factor",
+        "rope.scaling.attn_factor",
+        "rope.scaling.original_context_length",
+        "rope.scaling.finetuned",
+        "rope.scaling.alpha",
+        "rope.scaling.yarn_ext_factor",
+        "rope.scaling.yarn_attn_factor",
+        "rope.scaling.yarn_beta_fast",
+        "rope.scaling.yarn_beta_slow",
+        "rope.scaling.yarn_log_multiplier",
+    ]
 )
 ROPE_FREQS = "rope_freqs.weight"
 
 
 def read(path: Path) -> WeightSet:
-    """Weights of a GGUF file; of all its shards when the name ends in -0000K-of-0000N.gguf.
+    """Weights of a GGUF file; of all shards when its name ends in -0000K-of-0000N.gguf.
 
     Tensors stay on disk until asked for, q and k rows come out in half-split order.
 
@@ -65,7 +93,8 @@ def read(path: Path) -> WeightSet:
     tensors = _tensors(arch, config, stored, where)
     if len(metadata.get("tokenizer.ggml.tokens", ())) > config.vocab:
         raise FormatError(
-            f"{where}: {len(metadata['tokenizer.ggml.tokens'])} tokens, but the embedding has "
+            f"{where}: {len(metadata['tokenizer.ggml.tokens'])} tokens, but the "
+            f"embedding has "
             f"only {config.vocab} rows"
         )
     sampling = {
@@ -93,7 +122,7 @@ def read(path: Path) -> WeightSet:
 
 
 def shards(path: Path) -> list[Path]:
-    """The files a GGUF consists of, in order; ModelNotFoundError naming an absent one."""
+    """The files of a GGUF, in order; ModelNotFoundError naming an absent one."""
     match = _SHARD.fullmatch(path.name)
     count = int(match[3]) if match else 1
     paths = [path]
@@ -130,7 +159,8 @@ def check_shards(files: list[GGUFFile]) -> None:
     count = files[0].metadata.get("split.count", 1) or 1
     if count != len(files):
         raise FormatError(
-            f"{files[0].path}: says it has {count} shards, but its name stands for {len(files)}"
+            f"{files[0].path}: says it has {count} shards, but its name stands for "
+            f"{len(files)}"
         )
     if count == 1:
         return
@@ -143,7 +173,8 @@ def check_shards(files: list[GGUFFile]) -> None:
     for k, file in enumerate(files):
         if file.metadata.get("split.no") != k:
             raise FormatError(
-                f"{file.path}: expected split.no {k}, got {file.metadata.get('split.no')}"
+                f"{file.path}: expected split.no {k}, got "
+                f"{file.metadata.get('split.no')}"
             )
 
 
@@ -167,7 +198,8 @@ def _freq_factors(
     file, info = stored[ROPE_FREQS]
     if info.kind != "F32" or len(info.shape) != 1:
         raise FormatError(
-            f"{file.path}: tensor 'rope_freqs': expected a vector of F32, got {info.kind} "
+            f"{file.path}: tensor 'rope_freqs': expected a vector of F32, got "
+            f"{info.kind} "
             f"{info.shape}"
         )
     return np.frombuffer(file.raw(info).tobytes(), np.float32)
@@ -207,7 +239,8 @@ def _config(
     for key in ("attention.value_length", "rope.dimension_count"):
         if whole(key, head_dim) != head_dim:
             raise UnsupportedError(
-                f"{where}: {prefix}{key} {whole(key)} differs from the head size {head_dim}"
+                f"{where}: {prefix}{key} {whole(key)} differs from the head size "
+                f"{head_dim}"
             )
     if n_heads % n_kv_heads:
         raise FormatError(
@@ -217,7 +250,8 @@ def _config(
     window = metadata.get(prefix + "attention.sliding_window")
     if window and window < context:
         raise UnsupportedError(
-            f"{where}: sliding window {window} is smaller than the context {context}; windows "
+            f"{where}: sliding window {window} is smaller than the context "
+            f"{context}; windows "
             "are not supported"
         )
     if "token_embd.weight" not in stored:
@@ -227,7 +261,8 @@ def _config(
     vocab = stored["token_embd.weight"][1].shape[0]
     if metadata.get(prefix + "vocab_size", vocab) != vocab:
         raise FormatError(
-            f"{where}: {prefix}vocab_size {metadata[prefix + 'vocab_size']}, but the embedding "
+            f"{where}: {prefix}vocab_size {metadata[prefix + 'vocab_size']}, but the "
+            f"embedding "
             f"has {vocab} rows"
         )
     eps = metadata.get(prefix + "attention.layer_norm_rms_epsilon")

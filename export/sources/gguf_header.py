@@ -1,4 +1,4 @@
-"""GGUF headers read with suspicion: every count and offset is checked before it is used."""
+"""GGUF headers read with suspicion: counts and offsets are checked before use."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _MIN_TENSOR_INFO = 8 + 1 + 4 + 8 + 4 + 8
 
 
 class Metadata(dict[str, Any]):
-    """Key-value pairs that remember their GGUF types, so that they can be written back."""
+    """Key-value pairs that remember their GGUF types and so can be written back."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,8 +81,9 @@ class GGUFFile:
 def open_gguf(path: Path) -> GGUFFile:
     """Read and check a header (GGUF versions 2 and 3, little-endian).
 
-    Raises FormatError naming file, tensor and offset when the file is truncated, inconsistent
-    or of another format, UnsupportedError for versions and byte orders not read here.
+    Raises FormatError naming file, tensor and offset when the file is truncated,
+    inconsistent or of another format, UnsupportedError for versions and byte orders
+    not read here.
     """
     size = path.stat().st_size
     if size == 0:
@@ -143,7 +144,8 @@ def _place(
         block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
         if shape[-1] % block:
             raise FormatError(
-                f"{path}: tensor {name!r}: rows of {shape[-1]} do not divide into {kind.name} "
+                f"{path}: tensor {name!r}: rows of {shape[-1]} do not divide into "
+                f"{kind.name} "
                 f"blocks of {block}"
             )
         n_bytes = block_bytes * (shape[-1] // block)
@@ -151,11 +153,13 @@ def _place(
             n_bytes *= length
         if offset != expected:
             raise FormatError(
-                f"{path}: tensor {name!r}: expected at data offset {expected}, got {offset}"
+                f"{path}: tensor {name!r}: expected at data offset {expected}, got "
+                f"{offset}"
             )
         if start + offset + n_bytes > size:
             raise FormatError(
-                f"{path}: truncated: tensor {name!r} at offset {start + offset} needs {n_bytes} "
+                f"{path}: truncated: tensor {name!r} at offset {start + offset} "
+                f"needs {n_bytes} "
                 f"bytes, the file ends at {size}; fetch it again"
             )
         expected = offset + -(-n_bytes // alignment) * alignment
@@ -169,14 +173,15 @@ class _Cursor:
     def __init__(self, path: Path, data: NDArray[np.uint8]) -> None:
         self.path = path
         self.data = data
-        self.view = memoryview(data)
+        self.view = data.data
         self.offset = 0
 
     def expect(self, count: int, each: int, what: str) -> None:
         left = len(self.view) - self.offset
         if count * each > left:
             raise FormatError(
-                f"{self.path}: truncated or damaged: {what} at offset {self.offset} cannot fit in "
+                f"{self.path}: truncated or damaged: {what} at offset {self.offset} "
+                f"cannot fit in "
                 f"the {left} bytes that follow; fetch it again"
             )
 

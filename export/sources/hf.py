@@ -19,13 +19,13 @@ from edgespec_export import rope
 from edgespec_export.arch import (
     Architecture,
     by_model_type,
-    check_hf_settings,
     check_names,
     check_shape,
     slots,
 )
 from edgespec_export.quantize import dequantize
 from edgespec_export.sources.gguf import sha256
+from edgespec_export.sources.hf_settings import check_settings
 from edgespec_export.sources.safetensors_file import StoredTensor, read_tensors
 from edgespec_export.weights import ModelConfig, Origin, Tensor, WeightSet
 
@@ -35,14 +35,14 @@ _LICENCE = re.compile(r"^license:\s*(\S+)\s*$", re.MULTILINE)
 def read(directory: Path) -> WeightSet:
     """Weights of a directory with config.json, safetensors and tokenizer.json.
 
-    Raises ModelNotFoundError (a file is missing), FormatError (damaged files, missing or extra
-    tensors, wrong shapes) and UnsupportedError (settings under which the model would be another
-    one), naming file, key or tensor.
+    Raises ModelNotFoundError (a file is missing), FormatError (damaged files,
+    missing or extra tensors, wrong shapes) and UnsupportedError (settings under
+    which the model would be another one), naming file, key or tensor.
     """
     config_json = _json(directory / "config.json")
     where = str(directory / "config.json")
     arch = by_model_type(config_json, where)
-    check_hf_settings(arch, config_json, where)
+    check_settings(arch, config_json, where)
     stored, paths = read_tensors(directory)
     stored = {k: v for k, v in stored.items() if not k.endswith(arch.hf_buffers)}
     config = _config(arch, config_json, where)
@@ -51,7 +51,8 @@ def read(directory: Path) -> WeightSet:
     size = max(words.get_vocab(with_added_tokens=True).values(), default=-1) + 1
     if size > config.vocab:
         raise FormatError(
-            f"{directory / 'tokenizer.json'}: {size} tokens, but the embedding has only "
+            f"{directory / 'tokenizer.json'}: {size} tokens, but the embedding has "
+            f"only "
             f"{config.vocab} rows"
         )
     settings = _json(directory / "tokenizer_config.json", is_optional=True)
@@ -176,7 +177,8 @@ def _check_tie(
         or not np.array_equal(head.data, other.data)
     ):
         raise FormatError(
-            f"{where}: tie_word_embeddings is true, but {arch.head.hf} differs from {embedding}"
+            f"{where}: tie_word_embeddings is true, but {arch.head.hf} differs from "
+            f"{embedding}"
         )
 
 
@@ -188,7 +190,8 @@ def _tokenizer(directory: Path) -> tuple[str, tokenizers.Tokenizer]:
     path = directory / "tokenizer.json"
     if not path.is_file():
         raise ModelNotFoundError(
-            f"{path}: no such file; load the tokenizer with transformers and save it to get one"
+            f"{path}: no such file; load the tokenizer with transformers and save it "
+            f"to get one"
         )
     try:
         text = path.read_text(encoding="utf-8")
@@ -198,7 +201,7 @@ def _tokenizer(directory: Path) -> tuple[str, tokenizers.Tokenizer]:
 
 
 def _chat_template(directory: Path, settings: Mapping[str, Any]) -> str | None:
-    """The template transformers would use: a file of its own goes before the configuration."""
+    """The template transformers would use: its own file before the configuration."""
     file = directory / "chat_template.jinja"
     if file.is_file():
         return file.read_text(encoding="utf-8")
@@ -224,7 +227,8 @@ def _special(
     token = words.token_to_id(text)
     if token is None:
         raise FormatError(
-            f"{directory / 'tokenizer_config.json'}: {key} {text!r} is not in tokenizer.json"
+            f"{directory / 'tokenizer_config.json'}: {key} {text!r} is not in "
+            f"tokenizer.json"
         )
     return int(token)
 

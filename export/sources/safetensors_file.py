@@ -37,8 +37,9 @@ class StoredTensor:
 def read_tensors(directory: Path) -> tuple[dict[str, StoredTensor], list[Path]]:
     """Every tensor of a checkpoint directory and the files they came from.
 
-    Raises ModelNotFoundError without weights in this format, FormatError for files that break
-    the format or an index that does not match them, UnsupportedError for other types.
+    Raises ModelNotFoundError without weights in this format, FormatError for files
+    that break the format or an index that does not match them, UnsupportedError for
+    other types.
     """
     paths, index = _files(directory)
     found: dict[str, StoredTensor] = {}
@@ -50,7 +51,8 @@ def read_tensors(directory: Path) -> tuple[dict[str, StoredTensor], list[Path]]:
                 )
             if index and index.get(name) != path.name:
                 raise FormatError(
-                    f"{path}: tensor {name!r} is not where {INDEX} says ({index.get(name)})"
+                    f"{path}: tensor {name!r} is not where {INDEX} says "
+                    f"({index.get(name)})"
                 )
             found[name] = tensor
     lost = sorted(set(index) - set(found))
@@ -98,7 +100,8 @@ def _read_file(path: Path) -> dict[str, StoredTensor]:
     length = int.from_bytes(data[:8].tobytes(), "little")
     if length > min(size - 8, _MAX_HEADER):
         raise FormatError(
-            f"{path}: truncated or damaged: a header of {length} bytes at offset 8 in a file of "
+            f"{path}: truncated or damaged: a header of {length} bytes at offset 8 "
+            f"in a file of "
             f"{size}; fetch it again"
         )
     try:
@@ -133,12 +136,14 @@ def _place(
             n_bytes *= length
         if start != expected or end - start != n_bytes:
             raise FormatError(
-                f"{path}: tensor {name!r}: expected bytes {expected} to {expected + n_bytes}, "
+                f"{path}: tensor {name!r}: expected bytes {expected} to "
+                f"{expected + n_bytes}, "
                 f"got {start} to {end}"
             )
         if end > len(body):
             raise FormatError(
-                f"{path}: truncated: tensor {name!r} at data offset {start} needs {n_bytes} "
+                f"{path}: truncated: tensor {name!r} at data offset {start} needs "
+                f"{n_bytes} "
                 f"bytes, {max(0, len(body) - start)} are left; fetch it again"
             )
         expected = end

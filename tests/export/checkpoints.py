@@ -206,7 +206,10 @@ def hf_checkpoint(
     vocab = words.get_vocab_size()
     settings = hf_config(shape, vocab=vocab, rope=rope, is_old_rope=is_old_rope)
     settings |= config or {}
-    write = lambda name, value: (directory / name).write_text(json.dumps(value))
+
+    def write(name: str, value: Any) -> None:
+        (directory / name).write_text(json.dumps(value))
+
     write("config.json", settings)
     write("generation_config.json", {"eos_token_id": eos, "temperature": 0.6})
     write(
