@@ -20,7 +20,7 @@ enum {
     MAX_MATCH = 24,     /* tokens compared backwards */
     N_LEVELS = 10,      /* match lengths told apart */
     MAX_CHILDREN = 16,  /* continuations kept per row */
-    FREQUENT = 16,      /* occurrences counted */
+    COUNTED = 16,       /* occurrences counted */
     BREAK = -1          /* in the log between texts that do not follow each other */
 };
 static const int32_t ORDER[N_ORDERS + 1] = {1, 2, 4, 8, INT32_MAX};
@@ -38,24 +38,28 @@ static const int32_t LEVEL[N_LEVELS] = {1, 2, 3, 4, 5, 6, 8, 11, 16, 24};
 #else
 #define TUNABLE
 #endif
-TUNABLE float BACKOFF[N_LEVELS] = {0.40f, 0.63f, 1.38f, 1.37f, 2.63f,
-                                    3.02f, 1.83f, 0.85f, 0.61f, 0.47f};
+TUNABLE float BACKOFF[N_LEVELS] = {0.68f, 0.58f, 1.29f, 1.25f, 2.41f,
+                                    2.78f, 1.65f, 0.76f, 0.58f, 0.43f};
 TUNABLE float AGING = 0.8f;
-TUNABLE struct {
-    float bias;
-    float blended;   /* logit of P */
-    float frequent;  /* log(1 + occurrences of the token anywhere, up to FREQUENT) */
-    float own;       /* the occurrence is in generated text, not in what was fed */
-    float length;    /* log of the longest match any continuation has */
-} WEIGHT = {-2.22f, 0.61f, 0.52f, 0.34f, 0.36f};
-TUNABLE float RATE = 0.1f;       /* step of the online correction, by kind of match */
-TUNABLE float RATE_ALL = 0.05f;  /* the same for the part all matches share */
-static const float MAX_SHIFT = 3.0f; /* bound of either part, in logits */
+/* The regression's features and where their weights start; every session then learns its own. */
+enum { BIAS, BLENDED, FREQUENT, OWN, LENGTH, CHOICES, N_FEATURES };
+TUNABLE float WEIGHT[N_FEATURES] = {
+    -1.93f, /* 1 */
+    0.59f,  /* logit of P */
+    0.54f,  /* log(1 + occurrences of the token anywhere, up to COUNTED) */
+    0.34f,  /* 1 if the occurrence is in generated text, not in what was fed */
+    0.33f,  /* log of the longest match any continuation has */
+    -0.20f  /* log of the number of continuations */
+};
+TUNABLE float RATE = 0.1f;        /* step of the online correction by kind of match */
+TUNABLE float RATE_ALL = 0.005f;  /* step of the weights */
+static const float MAX_SHIFT = 3.0f; /* how far either may wander */
 
 typedef struct child {
     int32_t token;
     int32_t kind;       /* level of its longest match: where the online correction is kept */
     float p;
+    float x[N_FEATURES];
 } child;
 
 typedef struct open_child { /* a candidate row waiting in the heap */
@@ -79,7 +83,7 @@ struct es_ngram {
     uint32_t *prev;              /* (N_ORDERS, size) position + 1, 0 = none */
     uint32_t *head;              /* (N_ORDERS, n_heads) position + 1, 0 = none */
     float shift[N_LEVELS];       /* online correction, in logits */
-    float shift_all;
+    float weight[N_FEATURES];    /* of this session */
     int32_t n_rows;              /* rows of the proposal awaiting judgement, 0 = none */
     int32_t row_parent[ES_MAX_ROWS];
     child row[ES_MAX_ROWS];
@@ -112,6 +116,7 @@ es_status es_ngram_new(size_t capacity, es_ngram **out)
     ngram->capacity = capacity;
     ngram->size = power_of_two(capacity);
     ngram->n_heads = ngram->size;
+    memcpy(ngram->weight, WEIGHT, sizeof ngram->weight);
     ngram->log = es_calloc(ngram->size, sizeof *ngram->log);
     ngram->is_own = es_calloc(ngram->size, sizeof *ngram->is_own);
     ngram->prev = es_calloc(ngram->size * N_ORDERS, sizeof *ngram->prev);
@@ -298,13 +303,13 @@ static void search(const es_ngram *ngram, const int32_t *end, int32_t n, evidenc
     }
 }
 
-/* Occurrences of a token with something behind them, up to FREQUENT. */
+/* Occurrences of a token with something behind them, up to COUNTED. */
 static int32_t occurrences(const es_ngram *ngram, int32_t token)
 {
     uint32_t link = ngram->head[hash_of(&token, 1) & (uint32_t)(ngram->n_heads - 1)];
     uint32_t age = 1;
     int32_t n = 0;
-    for (int32_t step = 0; step < 2 * FREQUENT && n < FREQUENT && link != 0; step++) {
+    for (int32_t step = 0; step < 2 * COUNTED && n < COUNTED && link != 0; step++) {
         uint32_t position = link - 1, its_age = ngram->total - position;
         if (its_age <= age || its_age > ngram->held) {
             break;
@@ -329,7 +334,7 @@ static float blended(const evidence *found, int32_t i)
     return p < 1e-4f ? 1e-4f : p > 0.999f ? 0.999f : p;
 }
 
-static float logf_of(float x)
+static float log_of(float x)
 {
     return (float)es_log((double)x);
 }
@@ -351,12 +356,18 @@ static int32_t continuations(const es_ngram *ngram, const int32_t *end, int32_t 
     }
     for (int32_t i = 0; i < found.n; i++) {
         float p = blended(&found, i);
-        float logit = WEIGHT.bias + WEIGHT.blended * logf_of(p / (1.0f - p)) +
-                      WEIGHT.frequent * logf_of(1.0f + occurrences(ngram, found.token[i])) +
-                      WEIGHT.own * found.is_own[i] +
-                      WEIGHT.length * logf_of((float)LEVEL[longest]);
-        int32_t kind = found.top[i];
-        child c = {found.token[i], kind, sigmoid(logit + ngram->shift_all + ngram->shift[kind])};
+        child c = {.token = found.token[i], .kind = found.top[i]};
+        c.x[BIAS] = 1.0f;
+        c.x[BLENDED] = log_of(p / (1.0f - p));
+        c.x[FREQUENT] = log_of(1.0f + (float)occurrences(ngram, c.token));
+        c.x[OWN] = found.is_own[i];
+        c.x[LENGTH] = log_of((float)LEVEL[longest]);
+        c.x[CHOICES] = log_of((float)found.n);
+        float logit = ngram->shift[c.kind];
+        for (int32_t f = 0; f < N_FEATURES; f++) {
+            logit += ngram->weight[f] * c.x[f];
+        }
+        c.p = sigmoid(logit);
         int32_t j = i;
         while (j > 0 && out[j - 1].p < c.p) {
             out[j] = out[j - 1];
@@ -495,10 +506,10 @@ void es_ngram_fill(es_ngram *ngram, const es_tree *shape, es_tree *tree)
     ngram->n_rows = tree->n;
 }
 
-static float step(float value, float by)
+static float near(float value, float start)
 {
-    value += by;
-    return value < -MAX_SHIFT ? -MAX_SHIFT : value > MAX_SHIFT ? MAX_SHIFT : value;
+    float low = start - MAX_SHIFT, high = start + MAX_SHIFT;
+    return value < low ? low : value > high ? high : value;
 }
 
 void es_ngram_learn(es_ngram *ngram, const int32_t *tokens, int32_t n)
@@ -513,8 +524,10 @@ void es_ngram_learn(es_ngram *ngram, const int32_t *tokens, int32_t n)
         child *c = &ngram->row[i];
         bool is_hit = c->token == tokens[d];
         float miss = (is_hit ? 1.0f : 0.0f) - c->p;
-        ngram->shift[c->kind] = step(ngram->shift[c->kind], RATE * miss);
-        ngram->shift_all = step(ngram->shift_all, RATE_ALL * miss);
+        ngram->shift[c->kind] = near(ngram->shift[c->kind] + RATE * miss, 0.0f);
+        for (int32_t f = 0; f < N_FEATURES; f++) {
+            ngram->weight[f] = near(ngram->weight[f] + RATE_ALL * miss * c->x[f], WEIGHT[f]);
+        }
         depth[i] = is_hit ? d + 1 : -1;
     }
     ngram->n_rows = 0;
