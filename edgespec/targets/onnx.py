@@ -56,9 +56,7 @@ class OnnxTarget:
         self.vocab, taps = self._check_outputs(n_layers)
         self._length = 0
         self._open_rows = 0
-        self._kv = np.zeros(
-            (n_layers, 2, n_heads, context, head_dim), dtype=np.float32
-        )
+        self._kv = np.zeros((n_layers, 2, n_heads, context, head_dim), dtype=np.float32)
         self._logits = np.empty((1, self.vocab), dtype=np.float32)
         self._binding = self._session.io_binding()
         self._bind_kv()
@@ -110,7 +108,9 @@ class OnnxTarget:
                 "logits", "cpu", 0, np.float32, (1, *logits.shape), logits.ctypes.data
             )
             self._session.run_with_iobinding(self._binding)
-        except Exception as error:  # ONNX Runtime's exceptions share no base of their own
+        except (
+            Exception
+        ) as error:  # ONNX Runtime's exceptions share no base of their own
             raise BackendError(f"{self.path}: ONNX Runtime: {error}") from error
         self._open_rows = n
         return logits
@@ -181,9 +181,7 @@ class OnnxTarget:
     def _check_outputs(self, n_layers: int) -> tuple[int, tuple[int, ...]]:
         """Vocabulary and hidden-state taps, read off the graph's outputs."""
         found = {value.name: value for value in self._session.get_outputs()}
-        taps = sorted(
-            int(name[4:]) for name in found if re.fullmatch(r"tap_\d+", name)
-        )
+        taps = sorted(int(name[4:]) for name in found if re.fullmatch(r"tap_\d+", name))
         wanted = ["logits", "hidden", *(f"tap_{tap}" for tap in taps)]
         for layer in range(n_layers):
             wanted += [f"present_key_{layer}", f"present_value_{layer}"]

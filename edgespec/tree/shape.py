@@ -104,7 +104,9 @@ def _chain(option: str) -> Tree:
 def _from_json(data: object, *, where: str) -> Tree:
     if isinstance(data, list):
         if not all(isinstance(path, list) and _are_ints(path) for path in data):
-            raise FormatError(f"{where}: expected rank paths: a list of lists of numbers")
+            raise FormatError(
+                f"{where}: expected rank paths: a list of lists of numbers"
+            )
         return from_rank_paths(data, where=where)
     if not isinstance(data, dict) or set(data) != {"parent", "rank"}:
         got = sorted(data) if isinstance(data, dict) else type(data).__name__

@@ -1,0 +1,268 @@
+"""Token level of a session: prompt in, rounds out, sequence and KV cache kept in step."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec._native import DRAFT, PLAIN, PREFILL, NativeSession, Round, SampleParams
+from edgespec.config import COST_SLOPE, FALLBACK_COST_SLOPE, Speculation
+from edgespec.drafts import check_verify, native_draft
+from edgespec.errors import BackendError, ContextError, UsageError
+from edgespec.tree.shape import read_shape
+from edgespec.tree.topology import MAX_ROWS, Tree
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from edgespec._native import NativeStats
+    from edgespec.drafts.base import Drafter
+    from edgespec.targets.base import Target
+
+
+def check_speculation(speculation: Speculation) -> Tree | None:
+    """The static shape asked for, None for auto; raises UsageError for what cannot work."""
+    native_draft(speculation.draft)
+    check_verify(speculation.verify)
+    if not 1 <= speculation.rows <= MAX_ROWS:
+        raise UsageError(f"rows: expected 1 to {MAX_ROWS}, got {speculation.rows}")
+    return read_shape(speculation.tree)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one forward emitted."""
+
+    tokens: NDArray[np.int32]  # (m,)
+    drafted: tuple[bool, ...]  # (m,) accepted from the draft
+    logits: NDArray[np.float32]  # (n, vocab), valid until the next step
+    rows: NDArray[np.int32]  # (m,) the row of logits that decided each token
+    finish: str | None  # stop | length | context, None: it goes on
+
+
+class Engine:
+    """Drives one target with the C core: begin, then step until a step says finish.
+
+    The KV cache always holds a prefix of the sequence, whatever was interrupted where: rows are
+    recorded before they are committed and forgotten after they are cut.
+
+    One caller at a time: `claim` raises BackendError for a second one.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        *,
+        eos: Sequence[int],
+        speculation: Speculation | None = None,
+        prefill_chunk: int = 256,
+        drafter: Drafter | None = None,
+    ) -> None:
+        speculation = speculation or Speculation()
+        shape = check_speculation(speculation)
+        if not target.capabilities.tree and (shape is None or not shape.is_chain):
+            shape = read_shape(f"chain:{max(1, speculation.rows - 1)}")
+        self.target = target
+        self.draft = native_draft(speculation.draft)
+        self.drafter = drafter
+        self.is_speculating = True
+        self.evaluated = 0  # prompt tokens forwarded by the last begin
+        self.prefill_seconds = 0.0  # of the last begin
+        self.eos = tuple(eos)
+        self._tree: str | Tree = "auto" if shape is None else shape
+        self._rows = speculation.rows
+        self._capacity = speculation.ngram_capacity
+        self._chunk = prefill_chunk
+        self._slope = COST_SLOPE.get(target.name, FALLBACK_COST_SLOPE)
+        self._resident: list[
+            int
+        ] = []  # resident[:target.length] is what the KV rows hold
+        self._learning: NativeSession | None = None
+        self._core: NativeSession | None = None
+        self._learning_evicted = 0
+        self._lock = threading.Lock()
+
+    @property
+    def draft_name(self) -> str:
+        """For the statistics: none | ngram | the drafter's name."""
+        if not self.is_speculating:
+            return "none"
+        return self.draft if self.drafter is None else self.drafter.name
+
+    @property
+    def sequence(self) -> NDArray[np.int32]:
+        """Prompt and reply so far, evicted tokens excluded."""
+        return self._open_core.tokens
+
+    @property
+    def stats(self) -> NativeStats:
+        """Of the generation begun last."""
+        return self._open_core.stats()
+
+    @contextmanager
+    def claim(self) -> Iterator[None]:
+        """Exclusive use of the target; BackendError while someone else has it."""
+        if not self._lock.acquire(blocking=False):
+            raise BackendError(
+                "the session is busy with another reply: finish or close that one first, or "
+                "load a session per thread"
+            )
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    def begin(
+        self,
+        prompt: Sequence[int],
+        params: SampleParams,
+        max_new: int,
+        *,
+        repeatable: bool = False,
+        evicted: int = 0,
+    ) -> Step:
+        """Prefills what the KV cache does not hold of the prompt and draws the first token.
+
+        At least the last prompt token is forwarded. repeatable: trees depend on the prompt and
+        on what follows alone, not on timing or earlier replies; needed where kernels round
+        differently for different numbers of rows. evicted: tokens dropped from the front of the
+        conversation, which count in the index of the noise.
+        """
+        if len(prompt) > self.target.context:
+            raise ContextError(
+                f"the prompt has {len(prompt)} tokens, the context {self.target.context}; "
+                f"{max_new} new tokens were asked for"
+            )
+        core = self._core = self._core_for(repeatable)
+        core.abandon()
+        common = _common_prefix(core.tokens, prompt)
+        core.truncate(common)
+        core.append(prompt[common:])
+        self._shift_index(core, evicted)
+        core.begin_generation(params, max_new)
+        tree = core.begin(PREFILL)
+        started = time.perf_counter()
+        logits = self._prefill(prompt)[None]
+        self.prefill_seconds = time.perf_counter() - started
+        return self._step(tree, core.finish(logits), logits)
+
+    def step(self) -> Step:
+        """One round: draft, forward, verify, commit."""
+        core, target = self._open_core, self.target
+        if self.is_speculating and self.drafter is not None:
+            proposed = self.drafter.propose(core.tokens)
+            if proposed is not None:
+                core.propose(proposed)
+        tree = core.begin(DRAFT if self.is_speculating else PLAIN)
+        started = time.perf_counter()
+        logits = target.forward(tree)
+        seconds = time.perf_counter() - started
+        verdict = core.finish(logits, seconds=seconds)
+        self._resident += tree.tokens[verdict.rows].tolist()
+        target.commit(verdict.rows)
+        return self._step(tree, verdict, logits)
+
+    def cut(self, length: int) -> None:
+        """Keeps `length` tokens of the sequence, and no KV beyond them."""
+        core = self._open_core
+        core.abandon()
+        if length < self.target.length:
+            self.target.truncate(length)
+        del self._resident[self.target.length :]
+        if length < core.length:
+            core.truncate(length)
+
+    def reset(self) -> None:
+        """Empties the KV cache, the sequence and what the draft and the planner learned."""
+        self.target.truncate(0)
+        self._resident.clear()
+        self._free_cores()
+
+    def close(self) -> None:
+        self._free_cores()
+        self.target.close()
+
+    def _free_cores(self) -> None:
+        for core in (self._core, self._learning):
+            if core is not None:
+                core.close()
+        self._core = self._learning = None
+        self._learning_evicted = 0
+
+    @property
+    def _open_core(self) -> NativeSession:
+        if self._core is None:
+            raise BackendError("no reply was begun yet, or the session is closed")
+        return self._core
+
+    def _core_for(self, repeatable: bool) -> NativeSession:
+        if repeatable:
+            return self._new_core(
+                [0.0, *(1 + self._slope * n for n in range(MAX_ROWS))]
+            )
+        if self._learning is None:
+            self._learning = self._new_core(None)
+        return self._learning
+
+    def _new_core(self, cost: list[float] | None) -> NativeSession:
+        return NativeSession(
+            self.target.vocab,
+            self.target.context,
+            self.eos,
+            draft=self.draft if self.drafter is None else "none",
+            tree=self._tree,
+            rows=self._rows,
+            ngram_capacity=self._capacity,
+            cost=cost,
+            cost_slope=self._slope,
+        )
+
+    def _shift_index(self, core: NativeSession, evicted: int) -> None:
+        """Conversations share a core; the offset wraps modulo 2^64, so it can go back."""
+        if core is self._learning:
+            core.evicted((evicted - self._learning_evicted) % (1 << 64))
+            self._learning_evicted = evicted
+        elif evicted:
+            core.evicted(evicted)
+
+    def _prefill(self, prompt: Sequence[int]) -> NDArray[np.float32]:
+        """Forwards the part of the prompt that is not in the KV cache, in chunks."""
+        target = self.target
+        held = self._resident[: target.length]
+        reused = min(_common_prefix(held, prompt), len(prompt) - 1)
+        target.truncate(reused)
+        self._resident = list(prompt[:reused])
+        # The last token goes alone where the number of rows changes the bits, so that the same
+        # prompt gives the same logits whether its KV rows are there already or not.
+        end = len(prompt)
+        body = end if target.capabilities.row_invariant else end - 1
+        bounds = [*range(reused, body, self._chunk), body]
+        bounds += [end] if body < end else []
+        self.evaluated = end - reused
+        for first, last in zip(bounds, bounds[1:], strict=False):
+            chunk = np.array(prompt[first:last], dtype=np.int32)
+            self._resident += chunk.tolist()
+            logits = target.prefill(chunk)
+        return logits
+
+    def _step(self, tree: Tree, verdict: Round, logits: NDArray[np.float32]) -> Step:
+        drafted = tuple(
+            bool(((tree.parent == row) & (tree.tokens == token)).any())
+            for row, token in zip(verdict.rows, verdict.tokens, strict=True)
+        )
+        return Step(verdict.tokens, drafted, logits, verdict.rows, verdict.finish)
+
+
+def _common_prefix(
+    left: Sequence[int] | NDArray[np.int32], right: Sequence[int]
+) -> int:
+    n = min(len(left), len(right))
+    differs = np.asarray(left[:n]) != np.asarray(right[:n])
+    return int(differs.argmax()) if differs.any() else n

@@ -1,0 +1,417 @@
+"""One loaded model: prompts in, replies out, the KV cache reused from call to call."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from edgespec._native import SampleParams
+from edgespec.bundle import Bundle
+from edgespec.chat import ChatTemplate
+from edgespec.config import (
+    DEFAULT_CONTEXT,
+    FALLBACK_TEMPERATURE,
+    FALLBACK_TOP_P,
+    Runtime,
+    Sampling,
+    Speculation,
+    Stopping,
+    check_sampling,
+)
+from edgespec.cpu import usable_cores
+from edgespec.drafts.base import Drafter
+from edgespec.engine import Engine, check_speculation
+from edgespec.errors import ContextError, UnsupportedError, UsageError
+from edgespec.generation import Generation, Request
+from edgespec.memory import Excerpt, Memory
+from edgespec.reply import Reply
+from edgespec.targets.base import Target
+from edgespec.tokenizer import Tokenizer
+from edgespec.transcript import Transcript
+
+Message = Mapping[str, Any]
+Prompt = str | Sequence[int] | Sequence[Message]
+
+UNLIMITED = 1 << 31  # more than any context
+
+
+class Template(Protocol):
+    """What a session needs of a chat template."""
+
+    @property
+    def is_present(self) -> bool: ...
+
+    def render(
+        self, messages: Sequence[Message], **template_args: Any
+    ) -> list[int]: ...
+
+    def opens_thinking(self, prompt: Sequence[int]) -> bool: ...
+
+
+class Vocabulary(Protocol):
+    """What a session needs of a tokenizer."""
+
+    eos_ids: tuple[int, ...]
+
+    def encode_raw(self, text: str) -> list[int]: ...
+
+    def text_bytes(self, token: int) -> bytes: ...
+
+
+class Session:
+    """A target with its tokenizer, template and draft. One reply at a time, from any thread.
+
+    Speculation never changes a token: `is_speculating = False` gives the same reply, slower. A call
+    during another reply raises BackendError.
+
+    Repeatability: with an explicit seed, a target whose rows are not invariant gets trees that
+    depend on the prompt and the reply alone, from a fixed cost table instead of measured times,
+    so runs repeat. Without a seed measured times choose the trees, and where such a target
+    rounds differently for other tree sizes a near-tie may then fall differently.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        tokenizer: Vocabulary,
+        template: Template | None = None,
+        *,
+        name: str = "",
+        eos_ids: Sequence[int] | None = None,
+        temperature: float | None = None,
+        top_p: float | None = None,
+        speculation: Speculation | None = None,
+        prefill_chunk: int | None = None,
+        drafter: Drafter | None = None,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.template = template
+        self.name = name
+        self.last_reply: Reply | None = None
+        self.speculation = speculation or Speculation()
+        self._temperature = FALLBACK_TEMPERATURE if temperature is None else temperature
+        self._top_p = FALLBACK_TOP_P if top_p is None else top_p
+        self.engine = Engine(
+            target,
+            eos=tokenizer.eos_ids if eos_ids is None else eos_ids,
+            speculation=self.speculation,
+            prefill_chunk=prefill_chunk or Runtime().prefill_chunk,
+            drafter=drafter,
+        )
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def target(self) -> Target:
+        """What verifies; another one may take its place between replies."""
+        return self.engine.target
+
+    @target.setter
+    def target(self, target: Target) -> None:
+        self.engine.target = target
+
+    @property
+    def backend(self) -> str:
+        return self.target.name
+
+    @property
+    def draft(self) -> str:
+        """none | ngram | the drafter's name."""
+        return self.engine.draft_name
+
+    @property
+    def is_speculating(self) -> bool:
+        """Whether rounds draft; may be changed between replies."""
+        return self.engine.is_speculating
+
+    @is_speculating.setter
+    def is_speculating(self, wanted: bool) -> None:
+        self.engine.is_speculating = wanted
+
+    @property
+    def context(self) -> int:
+        """KV rows: prompt and reply together."""
+        return self.target.context
+
+    def generate(
+        self,
+        prompt: Prompt,
+        *,
+        sampling: Sampling | None = None,
+        stopping: Stopping | None = None,
+        logprobs: int = 0,
+        raw: bool = False,
+        template_args: Mapping[str, Any] | None = None,
+    ) -> Generation:
+        """Streams a reply.
+
+        Args:
+            prompt: text, token ids, or messages with "role" and "content". Text is one user
+                message when the model has a chat template, unless `raw`.
+            sampling: unset temperature and top_p come from the model; an unset seed is drawn.
+            logprobs: how many alternatives to report per token; 0 reports none.
+            raw: text is the prompt itself, without a chat template.
+
+        Raises UsageError for values out of range and ContextError for a prompt that does not
+        fit, both before anything is computed.
+        """
+        ids = self.encode(prompt, raw=raw, template_args=template_args)
+        return self._start(ids, sampling=sampling, stopping=stopping, logprobs=logprobs)
+
+    def complete(self, prompt: Prompt, **options: Any) -> Reply:
+        """The whole reply at once; options as for `generate`."""
+        generation = self.generate(prompt, **options)
+        for _ in generation:
+            pass
+        return generation.reply
+
+    def chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        sampling: Sampling | None = None,
+        stopping: Stopping | None = None,
+        logprobs: int = 0,
+        memory: Memory | None = None,
+        template_args: Mapping[str, Any] | None = None,
+    ) -> Generation:
+        """Streams the assistant's next turn, the last message being the user's.
+
+        Where `generate` stops for a full context, this drops the oldest turns, keeps the system
+        turn, prefills the rest, says so in `Delta.notice` and goes on.
+
+        Args:
+            memory: kept by the caller from turn to turn: what was dropped, and the exact tokens
+                of earlier replies, so that a turn evaluates only what is new.
+        """
+        memory = Memory() if memory is None else memory
+        excerpt = Excerpt(
+            messages,
+            memory,
+            render=lambda kept: self.encode(kept, template_args=template_args),
+            eos=self.engine.eos,
+            context=self.context,
+        )
+        return self._start(
+            excerpt.fit(),
+            sampling=sampling,
+            stopping=stopping,
+            logprobs=logprobs,
+            excerpt=excerpt,
+        )
+
+    def encode(
+        self,
+        prompt: Prompt,
+        *,
+        raw: bool = False,
+        template_args: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """The token ids a prompt stands for, as described at `generate`."""
+        has_template = self.template is not None and self.template.is_present
+        if isinstance(prompt, str):
+            if raw or not has_template:
+                return self._checked(self.tokenizer.encode_raw(prompt))
+            prompt = [{"role": "user", "content": prompt}]
+        items = list(prompt)
+        if items and all(isinstance(item, Mapping) for item in items):
+            if self.template is None:
+                raise UsageError(
+                    "this model has no chat template: pass text or token ids"
+                )
+            return self._checked(
+                self.template.render(items, **dict(template_args or {}))
+            )
+        return self._checked(items)
+
+    def _check_room(self, ids: Sequence[int], stopping: Stopping) -> None:
+        """Raises ContextError for a prompt that leaves no row for the context."""
+        if len(ids) > self.context:
+            wanted = stopping.max_tokens
+            raise ContextError(
+                f"the prompt has {len(ids)} tokens and "
+                f"{'unlimited' if wanted is None else wanted} new tokens (max_new) were asked "
+                f"for, but the context (ctx) holds {self.context}: shorten the prompt or raise "
+                "--ctx"
+            )
+
+    def reset(self) -> None:
+        """Empties the KV cache, the sequence and the draft's memory of earlier text."""
+        with self.engine.claim():
+            self.engine.reset()
+
+    def close(self) -> None:
+        """Frees the model's memory. BackendError while a reply is being made."""
+        with self.engine.claim():
+            self.engine.close()
+
+    def _start(
+        self,
+        ids: list[int],
+        *,
+        sampling: Sampling | None,
+        stopping: Stopping | None,
+        logprobs: int,
+        excerpt: Excerpt | None = None,
+    ) -> Generation:
+        stopping, sampling = stopping or Stopping(), sampling or Sampling()
+        self._check_room(ids, stopping)
+        if not 0 <= logprobs <= self.target.vocab:
+            raise UsageError(
+                f"logprobs: expected 0 to {self.target.vocab}, got {logprobs}"
+            )
+        is_seeded = sampling.seed is not None
+        request = Request(
+            prompt=ids,
+            params=self._sample_params(sampling),
+            max_new=self._max_new(stopping),
+            logprobs=logprobs,
+            is_repeatable=is_seeded and not self.target.capabilities.row_invariant,
+            evicted=excerpt.memory.evicted if excerpt else 0,
+            notice=excerpt.notice if excerpt else "",
+        )
+        is_thinking = self.template is not None and self.template.opens_thinking(ids)
+        generation = Generation(
+            self.engine,
+            Transcript(self.tokenizer, stopping.stop, is_thinking=is_thinking),
+            request,
+            refill=excerpt.refill if excerpt else None,
+            on_end=self._keep,
+        )
+        if excerpt is not None:
+            generation.on_end(excerpt.keep)
+        return generation
+
+    def _keep(self, generation: Generation) -> None:
+        self.last_reply = generation.reply
+
+    def _checked(self, ids: Sequence[Any]) -> list[int]:
+        if not ids:
+            raise UsageError("the prompt is empty: at least one token is needed")
+        for i, token in enumerate(ids):
+            if isinstance(token, bool) or not hasattr(token, "__index__"):
+                raise UsageError(
+                    f"prompt[{i}]: expected text, token ids or messages, got "
+                    f"{type(token).__name__}"
+                )
+            if not 0 <= int(token) < self.target.vocab:
+                raise UsageError(
+                    f"prompt[{i}]: expected a token id below {self.target.vocab}, got {token}"
+                )
+        return [int(token) for token in ids]
+
+    def _max_new(self, stopping: Stopping) -> int:
+        wanted = stopping.max_tokens
+        if wanted is not None and wanted < 0:
+            raise UsageError(f"max_tokens: expected 0 or more, got {wanted}")
+        return UNLIMITED if wanted is None else wanted
+
+    def _sample_params(self, sampling: Sampling) -> SampleParams:
+        check_sampling(sampling)
+        for token in sampling.logit_bias:
+            if not 0 <= token < self.target.vocab:
+                raise UsageError(
+                    f"logit_bias: expected token ids below {self.target.vocab}, got {token}"
+                )
+        given = sampling
+        return SampleParams(
+            temperature=self._temperature
+            if given.temperature is None
+            else given.temperature,
+            top_k=given.top_k,
+            top_p=self._top_p if given.top_p is None else given.top_p,
+            min_p=given.min_p,
+            repetition_penalty=given.repeat_penalty,
+            frequency_penalty=given.frequency_penalty,
+            presence_penalty=given.presence_penalty,
+            penalty_window=given.penalty_window,
+            seed=secrets.randbits(64) if given.seed is None else given.seed,
+            logit_bias=tuple(sorted(given.logit_bias.items())),
+        )
+
+
+def load(
+    model: str | Path,
+    *,
+    runtime: Runtime | None = None,
+    speculation: Speculation | None = None,
+    offline: bool = False,
+    progress: Any = None,
+) -> Session:
+    """Opens a MODEL: a bundle directory, a .gguf, hf:ORG/REPO[:QUANT] or a known name.
+
+    Raises ModelNotFoundError, FormatError, BackendError and UsageError as they apply; options
+    are checked before anything is fetched.
+    """
+    from edgespec.bundle import resolve
+
+    runtime = runtime or Runtime()
+    speculation = speculation or Speculation()
+    check_speculation(speculation)
+    bundle = resolve(str(model), offline=offline, progress=progress)
+    return open_session(bundle, runtime=runtime, speculation=speculation)
+
+
+def open_session(
+    bundle: Bundle,
+    *,
+    runtime: Runtime | None = None,
+    speculation: Speculation | None = None,
+) -> Session:
+    """A session on an opened bundle."""
+    runtime = runtime or Runtime()
+    manifest = bundle.manifest
+    entry = manifest.tokenizer
+    tokenizer = Tokenizer(
+        bundle.tokenizer_json, entry.bos_id, entry.eos_ids, entry.add_bos
+    )
+    template = ChatTemplate(bundle.chat_template, tokenizer)
+    generation = manifest.generation
+    return Session(
+        open_target(bundle, runtime),
+        tokenizer,
+        template,
+        name=manifest.name,
+        eos_ids=entry.eos_ids,
+        temperature=generation.temperature if generation else None,
+        top_p=generation.top_p if generation else None,
+        speculation=speculation,
+        prefill_chunk=runtime.prefill_chunk,
+    )
+
+
+def open_target(bundle: Bundle, runtime: Runtime) -> Target:
+    """The target a runtime asks for: onnx where the bundle has the graph, else llamacpp."""
+    limit = bundle.manifest.architecture.max_position
+    context = (
+        min(DEFAULT_CONTEXT, limit) if runtime.context is None else runtime.context
+    )
+    if not 1 <= context <= limit:
+        raise UsageError(
+            f"ctx: expected 1 to {limit}, this model's limit, got {context}"
+        )
+    threads = usable_cores() if runtime.threads is None else runtime.threads
+    if threads < 1:
+        raise UsageError(f"threads: expected 1 or more, got {threads}")
+    backend = runtime.backend
+    if backend == "auto":
+        backend = "onnx" if "target.onnx" in bundle else "llamacpp"
+    if backend == "onnx":
+        from edgespec.targets.onnx import OnnxTarget
+
+        return OnnxTarget(
+            bundle.path_of("target.onnx"), context=context, threads=threads
+        )
+    if backend == "llamacpp":
+        from edgespec.targets.llamacpp import LlamaCppTarget
+
+        return LlamaCppTarget(
+            bundle.path_of("target.gguf"), context=context, threads=threads
+        )
+    raise UnsupportedError(f"backend: expected auto, onnx or llamacpp, got {backend!r}")
