@@ -105,14 +105,14 @@ def weights(
         at = f"model.layers.{i}"
         made |= {
             f"{at}.input_layernorm.weight": norm(),
-            f"{at}.self_attn.q_proj.weight": matrix(q_rows, shape.hidden, 2.0),
-            f"{at}.self_attn.k_proj.weight": matrix(kv_rows, shape.hidden, 2.0),
-            f"{at}.self_attn.v_proj.weight": matrix(kv_rows, shape.hidden, 1.5),
-            f"{at}.self_attn.o_proj.weight": matrix(shape.hidden, q_rows, 1.5),
+            f"{at}.self_attn.q_proj.weight": matrix(q_rows, shape.hidden, 1.3),
+            f"{at}.self_attn.k_proj.weight": matrix(kv_rows, shape.hidden, 1.3),
+            f"{at}.self_attn.v_proj.weight": matrix(kv_rows, shape.hidden, 1.0),
+            f"{at}.self_attn.o_proj.weight": matrix(shape.hidden, q_rows, 1.0),
             f"{at}.post_attention_layernorm.weight": norm(),
-            f"{at}.mlp.gate_proj.weight": matrix(shape.ffn, shape.hidden, 1.5),
-            f"{at}.mlp.up_proj.weight": matrix(shape.ffn, shape.hidden, 1.5),
-            f"{at}.mlp.down_proj.weight": matrix(shape.hidden, shape.ffn, 1.5),
+            f"{at}.mlp.gate_proj.weight": matrix(shape.ffn, shape.hidden, 1.0),
+            f"{at}.mlp.up_proj.weight": matrix(shape.ffn, shape.hidden, 1.0),
+            f"{at}.mlp.down_proj.weight": matrix(shape.hidden, shape.ffn, 1.0),
         }
     made["model.norm.weight"] = norm()
     if not shape.is_tied:

@@ -211,7 +211,7 @@ def test_biases_and_stale_buffers(tmp_path: Path) -> None:
 def test_tokenizer_larger_than_the_embedding_is_refused(tmp_path: Path) -> None:
     path = checkpoints.hf_checkpoint(tmp_path / "hf")
     checkpoints.tokenizer(330).save(str(path / "tokenizer.json"))
-    with pytest.raises(FormatError, match="330 tokens.*320 rows"):
+    with pytest.raises(FormatError, match=r"330 tokens.*320 rows"):
         hf.read(path)
 
 
