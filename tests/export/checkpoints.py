@@ -199,10 +199,11 @@ def hf_checkpoint(
     seed: int = 0,
     config: Mapping[str, Any] | None = None,
     eos: int | list[int] = EOS,
+    words: Tokenizer | None = None,
 ) -> Path:
     """A complete checkpoint directory: config, weights, tokenizer, chat template."""
     directory.mkdir(parents=True, exist_ok=True)
-    words = tokenizer()
+    words = words or tokenizer()
     vocab = words.get_vocab_size()
     settings = hf_config(shape, vocab=vocab, rope=rope, is_old_rope=is_old_rope)
     settings |= config or {}
