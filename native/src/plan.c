@@ -11,6 +11,7 @@ static const int64_t AGE_ROUNDS = 256;   /* every so many rounds `seen` is halve
 static const double FADE = 0.95;         /* of got and want, per drafted round */
 static const double PRIOR_ROWS = 2.0;    /* accepted as expected before any round */
 static const double TRUST_MAX = 1.5;
+static const int64_t PLAIN_GAP = 4;     /* rounds between plain ones while c(1) is thin */
 static const int64_t GAP_FIRST = 4, GAP_MAX = 512;
 
 /* Fills c for every n from the points that are known (weight > 0), pooled where they fall, joined
@@ -132,6 +133,12 @@ int32_t es_plan_choose(es_plan *plan, const es_tree *tree)
     double scale = trust(plan);
     int32_t n = best_rows(plan, tree, plan->smooth, scale);
     plan->is_probe = false;
+    /* all that is compared is compared with c(1): where every round drafts it must be looked up */
+    bool is_timed = !plan->is_fixed && plan->recent[n][0] > 0.0;
+    if (n > 1 && is_timed && plan->seen[1] < THIN && plan->round >= plan->plain_at) {
+        plan->plain_at = plan->round + PLAIN_GAP;
+        return 1;
+    }
     if (plan->round >= plan->probe_at) {
         int32_t hoped = best_rows(plan, tree, plan->hopeful, at_least(scale, 1.0));
         if (hoped > n) {

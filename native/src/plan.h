@@ -31,6 +31,7 @@ typedef struct es_plan {
     double draft;                         /* mean seconds a draft takes */
     double got, want;                     /* drafted rows accepted, their score sum; both fading */
     int64_t round;                        /* rounds learned from */
+    int64_t plain_at;                     /* first round that may be plain just to measure c(1) */
     int64_t probe_at;                     /* first round that may try what seems not to pay */
     int64_t probe_gap;                    /* rounds between such tries, doubled by failures */
     bool is_probe;                        /* the open round is one */
