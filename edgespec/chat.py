@@ -131,15 +131,11 @@ class ChatTemplate:
             text = self._template.render(
                 messages=marked, add_generation_prompt=add_generation_prompt, **names
             )
-        except jinja2.TemplateError as error:
-            raise UsageError(
-                f"the model's chat template refuses: {error.message}"
-            ) from error
         except Exception as error:  # whatever the template's expressions run into
-            raise UsageError(
-                "the model's chat template failed on these messages:"
-                f" {type(error).__name__}: {error}"
-            ) from error
+            # raise_exception() raises the base class itself.
+            is_refusal = type(error) is jinja2.TemplateError
+            what = "refuses" if is_refusal else "failed on these messages"
+            raise UsageError(f"the model's chat template {what}: {error}") from error
         return self._tokenizer.encode_marked(text, mark)
 
     def opens_thinking(self, prompt: Sequence[int]) -> bool:

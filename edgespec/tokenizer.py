@@ -123,7 +123,7 @@ class Tokenizer:
         return ids + self._encode_piece(text[start:], mark, start == 0)
 
     def encode_raw(self, text: str) -> list[int]:
-        """Ids of a prompt without template: bos if the model wants it, then the text."""
+        """Ids of a prompt without template: bos if the model wants it, then text."""
         bos = [self.bos_id] if self.add_bos and self.bos_id is not None else []
         return bos + self.encode(text)
 
@@ -180,7 +180,7 @@ class Tokenizer:
         return {**spelled, **self.special_strings}
 
     def _special_pattern(self) -> tuple[re.Pattern[str], list[int]]:
-        """One group per special token, longest first like the library, and their ids."""
+        """A group per special token, longest first like the library, and their ids."""
         special = [
             (len(token.content), i, token)
             for i, token in self._library.get_added_tokens_decoder().items()
@@ -206,16 +206,16 @@ class Tokenizer:
             self._library.add_special_tokens(tokens)
 
     def _read_decoder(self) -> tuple[bool, list[tuple[str, str]]]:
-        """Whether tokens use the byte alphabet; else the replacements that decode them."""
+        """Whether tokens use the byte alphabet; else what to replace in them."""
         parts = list(_flatten(self._library.decoder, "decoders"))
         kinds = {part["type"] for part in parts}
         if "ByteLevel" in kinds:
             return True, []
         if not kinds & {"ByteFallback", "Metaspace"}:
             raise UnsupportedError(
-                "tokenizer.json: expected a ByteLevel, ByteFallback or Metaspace decoder, "
-                f"got {', '.join(sorted(kinds)) or 'none'}; tokens of this vocabulary have "
-                "no exact bytes"
+                "tokenizer.json: expected a ByteLevel, ByteFallback or Metaspace "
+                f"decoder, got {', '.join(sorted(kinds)) or 'none'}; tokens of this "
+                "vocabulary have no exact bytes"
             )
         replacements = [
             (part["pattern"]["String"], part["content"])
