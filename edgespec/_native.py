@@ -1,7 +1,7 @@
 """The binding to the C core: the only file that touches it.
 
-Plain ctypes over native/include/edgespec.h. Arrays are numpy; C reads them during a call
-only. The interpreter lock is released while C runs. Statuses become exceptions here.
+Plain ctypes over native/include/edgespec.h. Arrays are numpy; C reads them during a
+call only. The interpreter lock is released while C runs. Statuses become exceptions.
 """
 
 from __future__ import annotations
@@ -184,7 +184,10 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "es_session_stats": (None, [_P, POINTER(CStats)]),
     "es_session_cost": (None, [_P, POINTER(c_double)]),
     "es_cpu_features": (None, [ctypes.c_char_p, _SIZE]),
-    "es_measure_read": (None, [_P, _SIZE, c_double, POINTER(c_double), POINTER(c_uint64)]),
+    "es_measure_read": (
+        None,
+        [_P, _SIZE, c_double, POINTER(c_double), POINTER(c_uint64)],
+    ),
     "es_int8_kernel": (ctypes.c_char_p, [c_int32]),
     "es_measure_int8": (None, [c_int32, c_double, POINTER(c_double), _I32]),
 }
@@ -213,7 +216,9 @@ def _load() -> ctypes.CDLL:
     library = ctypes.CDLL(str(path))
     abi = library.es_abi()
     if abi != ABI:
-        raise NativeError(f"{path}: expected ABI {ABI}, got {abi}; rebuild or reinstall")
+        raise NativeError(
+            f"{path}: expected ABI {ABI}, got {abi}; rebuild or reinstall"
+        )
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(library, name)
         function.restype = ctypes.c_int if result is None else result
@@ -259,16 +264,22 @@ def _at(array: NDArray[Any] | None) -> int | None:
     return None if array is None else array.ctypes.data
 
 
-def _rows(logits: NDArray[np.float32], what: str) -> NDArray[np.float32]:
-    """Logits (rows, vocab) float32 with contiguous rows, copied only if they are not."""
+def _rows(logits: NDArray[np.float32], what: str) -> tuple[NDArray[np.float32], int]:
+    """Logits (rows, vocab) float32 with contiguous rows, copied only if they are not.
+
+    Also their stride in floats, which numpy leaves undefined for a single row.
+    """
     if logits.ndim != 2 or logits.dtype != np.float32:
         raise UsageError(
             f"{what}: expected a float32 array (rows, vocab), got {logits.dtype} "
             f"{logits.shape}"
         )
-    if logits.strides[1] != 4 or logits.strides[0] % 4 or logits.strides[0] < 0:
-        return np.ascontiguousarray(logits)
-    return logits
+    n, vocab = logits.shape
+    if logits.strides[1] != 4 or (
+        n > 1 and (logits.strides[0] % 4 or logits.strides[0] < 4 * vocab)
+    ):
+        logits = np.array(logits, order="C")
+    return logits, logits.strides[0] // 4 if n > 1 else vocab
 
 
 def _allowed(
@@ -277,17 +288,16 @@ def _allowed(
     """Bool (rows, vocab), or bits packed little-endian (rows, (vocab + 7) / 8)."""
     if allowed is None:
         return None
-    bits = (
-        np.packbits(allowed, axis=-1, bitorder="little")
-        if allowed.dtype == np.bool_
-        else allowed
-    )
-    bits = np.atleast_2d(np.ascontiguousarray(bits, dtype=np.uint8))
-    if bits.shape != (rows, (vocab + 7) // 8):
+    is_packed = allowed.dtype != np.bool_
+    bits = np.atleast_2d(np.ascontiguousarray(allowed))
+    width = (vocab + 7) // 8 if is_packed else vocab
+    if bits.shape != (rows, width) or (is_packed and bits.dtype != np.uint8):
         raise UsageError(
-            f"allowed: expected {rows} rows of {vocab} tokens, got an array of "
-            f"{allowed.dtype} {allowed.shape}"
+            f"allowed: expected {rows} rows of {vocab} tokens, bool or packed in "
+            f"uint8; got an array of {allowed.dtype} {allowed.shape}"
         )
+    if not is_packed:
+        bits = np.packbits(bits, axis=-1, bitorder="little")
     return bits
 
 
@@ -296,7 +306,7 @@ def version() -> str:
     return str(_library.es_version().decode())
 
 
-# ---- trees -----------------------------------------------------------------------------
+# ---- trees --------------------------------------------------------------------------
 
 
 def _tree_to_c(tree: Tree) -> CTree:
@@ -339,8 +349,8 @@ def tree_derive(
 ) -> Tree:
     """Checks a tree and derives its depths and mask.
 
-    Without ranks, siblings rank in row order. Raises UsageError naming the first row that
-    breaks a rule.
+    Without ranks, siblings rank in row order. Raises UsageError naming the first row
+    that breaks a rule.
     """
     tokens, parent = _int32(tokens), _int32(parent)
     if rank is None:
@@ -351,7 +361,7 @@ def tree_derive(
     return _tree_from_c(c_tree)
 
 
-# ---- sampling --------------------------------------------------------------------------
+# ---- sampling -----------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -426,7 +436,9 @@ def sample_process(
     return row
 
 
-def sample_draw(params: SampleParams, processed: NDArray[np.float32], index: int) -> int:
+def sample_draw(
+    params: SampleParams, processed: NDArray[np.float32], index: int
+) -> int:
     """The token drawn from a processed row at this index of the sequence."""
     row = np.ascontiguousarray(processed, dtype=np.float32)
     sampling, keep = _sampling_to_c(params)
@@ -436,7 +448,7 @@ def sample_draw(params: SampleParams, processed: NDArray[np.float32], index: int
     return token.value
 
 
-# ---- verification ----------------------------------------------------------------------
+# ---- verification -------------------------------------------------------------------
 
 
 class Verdict(NamedTuple):
@@ -461,7 +473,7 @@ def verify_coupled(
     allowed: NDArray[np.bool_] | NDArray[np.uint8] | None = None,
 ) -> Verdict:
     """One rule for every temperature; logits (n, vocab) are raw and stay unchanged."""
-    logits = _rows(logits, "logits")
+    logits, stride = _rows(logits, "logits")
     if len(logits) != tree.n:
         raise UsageError(f"logits: expected {tree.n} rows, got {len(logits)}")
     vocab = logits.shape[1]
@@ -474,7 +486,7 @@ def verify_coupled(
         "es_verify_coupled",
         byref(_tree_to_c(tree)),
         _at(logits),
-        logits.strides[0] // 4,
+        stride,
         vocab,
         byref(sampling),
         _at(past),
@@ -522,7 +534,7 @@ def verify_rejection(
     return _verdict(out)
 
 
-# ---- KV bookkeeping --------------------------------------------------------------------
+# ---- KV bookkeeping -----------------------------------------------------------------
 
 
 def kv_compact(cache: NDArray[Any], first: int, path: ArrayLike) -> None:
@@ -576,7 +588,7 @@ class Ring:
         return slots
 
     def commit(self, path: ArrayLike) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """Keeps these rows of the last append; the slot moves (from, to) owed, in order."""
+        """Keeps these rows of the last append; slot moves (from, to) owed, in order."""
         rows = _int32(path)
         source, target = np.empty_like(rows), np.empty_like(rows)
         n = c_int32()
@@ -600,14 +612,14 @@ class Ring:
         _call("es_ring_truncate", self._handle, length)
 
     def visible(self, position: int) -> NDArray[np.int32]:
-        """Slots of the committed positions visible from `position`, in position order."""
+        """Slots of committed positions visible from `position`, in position order."""
         slots = np.empty(self.n_slots, np.int32)
         n = c_int32()
         _call("es_ring_visible", self._handle, position, _at(slots), byref(n))
         return slots[: n.value]
 
 
-# ---- session ---------------------------------------------------------------------------
+# ---- session ------------------------------------------------------------------------
 
 PREFILL, PLAIN, DRAFT = 0, 1, 2
 FINISH = (None, "stop", "length", "context")  # by es_finish
@@ -622,7 +634,7 @@ class Round(NamedTuple):
 
 
 class NativeStats(NamedTuple):
-    """es_stats of the generation in progress or last finished; the prefill is left out."""
+    """es_stats of the generation in progress or last finished, less the prefill."""
 
     rounds: int
     plain_rounds: int
@@ -658,6 +670,7 @@ class NativeSession:
         cost_slope: float | None = None,
     ) -> None:
         self._handle = _P()
+        self._n = 0  # rows of the open round
         self.vocab = vocab
         drafts = {"none": 0, "ngram": 1}
         modes = {"auto": 0, "best": 1}
@@ -740,7 +753,7 @@ class NativeSession:
         del keep
 
     def propose(self, tree: Tree) -> None:
-        """Gives the tree of the next DRAFT round in place of the session's own draft."""
+        """Gives the tree of the next DRAFT round, in place of the session's own."""
         _call("es_round_propose", self._session(), byref(_tree_to_c(tree)))
 
     def begin(self, kind: int = DRAFT) -> Tree:
@@ -760,8 +773,8 @@ class NativeSession:
 
         After an error the round is still open: finish again or abandon it.
         """
-        n = getattr(self, "_n", 0)
-        logits = _rows(np.atleast_2d(logits), "logits")
+        n = self._n
+        logits, stride = _rows(np.atleast_2d(logits), "logits")
         if n and logits.shape != (n, self.vocab):
             raise UsageError(
                 f"logits: expected shape ({n}, {self.vocab}), got {logits.shape}"
@@ -772,11 +785,12 @@ class NativeSession:
             "es_round_finish",
             self._session(),
             _at(logits),
-            logits.strides[0] // 4,
+            stride,
             _at(bits),
             seconds,
             byref(out),
         )
+        self._n = 0
         return Round(
             np.array(out.token[: out.n], np.int32),
             np.array(out.row[: out.n], np.int32),
@@ -786,6 +800,7 @@ class NativeSession:
     def abandon(self) -> None:
         """Drops an open round; nothing is emitted."""
         _call("es_round_abandon", self._session())
+        self._n = 0
 
     def stats(self) -> NativeStats:
         """Counts and times of the generation in progress or last finished."""
@@ -794,7 +809,7 @@ class NativeSession:
         return NativeStats(*(getattr(out, name) for name, *_ in CStats._fields_))
 
     def cost(self) -> NDArray[np.float64]:
-        """Learned seconds of a forward over n rows (MAX_ROWS + 1,), 0 where unmeasured."""
+        """Learned seconds of a forward over n rows (MAX_ROWS + 1,), 0 = unmeasured."""
         out = np.zeros(MAX_ROWS + 1, np.float64)
         _call(
             "es_session_cost",
@@ -804,7 +819,7 @@ class NativeSession:
         return out
 
 
-# ---- machine ---------------------------------------------------------------------------
+# ---- machine ------------------------------------------------------------------------
 
 
 def cpu_features() -> list[str]:
