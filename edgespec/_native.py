@@ -288,17 +288,16 @@ def _allowed(
     """Bool (rows, vocab), or bits packed little-endian (rows, (vocab + 7) / 8)."""
     if allowed is None:
         return None
-    is_packed = allowed.dtype != np.bool_
-    bits = np.atleast_2d(np.ascontiguousarray(allowed))
-    width = (vocab + 7) // 8 if is_packed else vocab
-    if bits.shape != (rows, width) or (is_packed and bits.dtype != np.uint8):
+    given = np.atleast_2d(allowed)
+    width = vocab if given.dtype == np.bool_ else (vocab + 7) // 8
+    if given.shape != (rows, width) or given.dtype not in (np.bool_, np.uint8):
         raise UsageError(
             f"allowed: expected {rows} rows of {vocab} tokens, bool or packed in "
             f"uint8; got an array of {allowed.dtype} {allowed.shape}"
         )
-    if not is_packed:
-        bits = np.packbits(bits, axis=-1, bitorder="little")
-    return bits
+    if given.dtype == np.bool_:
+        return np.packbits(given.astype(np.bool_), axis=-1, bitorder="little")
+    return np.ascontiguousarray(given, dtype=np.uint8)
 
 
 def version() -> str:
@@ -355,7 +354,8 @@ def tree_derive(
     tokens, parent = _int32(tokens), _int32(parent)
     if rank is None:
         rank = [int((parent[:i] == p).sum()) for i, p in enumerate(parent)]
-    tree = Tree(tokens, parent, _int32(rank), np.zeros_like(tokens), np.empty((0, 0)))
+    no_mask = np.empty((0, 0), np.bool_)
+    tree = Tree(tokens, parent, _int32(rank), np.zeros_like(tokens), no_mask)
     c_tree = _tree_to_c(tree)
     _call("es_tree_derive", byref(c_tree))
     return _tree_from_c(c_tree)

@@ -6,7 +6,7 @@ and sharing nothing with it but the definitions.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -230,6 +230,7 @@ def normal(row: ArrayLike) -> Row:
 # ---- enumeration --------------------------------------------------------------------
 
 Model = Callable[[tuple[int, ...]], Row]
+Law = dict[tuple[int, ...], float]  # probability of each sequence of tokens
 
 
 def draws(
@@ -253,12 +254,12 @@ def law_of_rejection(
     *,
     replacement: bool,
     context: tuple[int, ...] = (),
-) -> Counter[tuple[int, ...]]:
+) -> Law:
     """Exact law of the next `length` tokens: one drafted tree, plain sampling after it.
 
     widths: children per accepted row, by depth.
     """
-    law: Counter[tuple[int, ...]] = Counter()
+    law: Law = defaultdict(float)
 
     def add(mass: float, token: int, rest: Sequence[int]) -> None:
         if mass <= 0:
@@ -274,8 +275,9 @@ def law_of_rejection(
             replacement=replacement,
             context=(*context, token),
         )
-        for sequence, m in below.items():
-            law[(token, *sequence)] += mass * m
+        for after_it, m in below.items():
+            sequence = (token, *after_it)
+            law[sequence] += mass * m
 
     p, q = target(context), draft(context)
     width = widths[0] if widths else 0
@@ -291,15 +293,13 @@ def law_of_rejection(
     return law
 
 
-def law_of_model(target: Model, length: int) -> Counter[tuple[int, ...]]:
+def law_of_model(target: Model, length: int) -> Law:
     """Exact law of plain sampling."""
-    law: Counter[tuple[int, ...]] = Counter({(): 1.0})
+    law: Law = {(): 1.0}
     for _ in range(length):
-        law = Counter(
-            {
-                (*sequence, token): mass * share
-                for sequence, mass in law.items()
-                for token, share in enumerate(target(sequence))
-            }
-        )
+        law = {
+            (*sequence, token): mass * float(share)
+            for sequence, mass in law.items()
+            for token, share in enumerate(target(sequence))
+        }
     return law
