@@ -203,7 +203,7 @@ def _transfer(
                 file.write(chunk)
                 done += len(chunk)
                 if expected.size is not None and done > expected.size:
-                    break  # the size check says so
+                    return  # not the file; the size check says so
                 progress(label, done, total)
         if total and done < total:
             raise _Interrupted(f"the connection closed after {done} of {total} bytes")
