@@ -17,8 +17,10 @@ from edgespec.errors import FormatError, UnsupportedError
 BLOCK = 32
 KINDS = ("Q4_0", "Q4_1", "Q8_0", "F16", "F32")
 _ROW_BYTES = {"Q4_0": 18, "Q4_1": 20, "Q8_0": 34}
+_SIDES = np.array([0.0, 0.5, 1.0], dtype=np.float32)
 _CHUNK = 2048  # blocks searched at a time: the working set stays in the L2 cache
 _SHRINK_4 = np.linspace(1.06, 0.74, 12, dtype=np.float32)
+_SHRINK_AFFINE = np.linspace(0.98, 0.74, 7, dtype=np.float32)
 _SHRINK_8 = np.array([0.998, 0.994, 0.99], dtype=np.float32)
 
 
@@ -192,24 +194,35 @@ def _affine(
     x: NDArray[np.float32],
 ) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]]:
     low, high = x.min(axis=1), x.max(axis=1)
-    middle, width = (low + high) / 2, (high - low) / np.float32(15)
+    width = (high - low) / np.float32(15)
     total = x.sum(axis=1)
     best = (width, low, np.full_like(low, np.inf))
-    for shrink in (np.float32(1), *_SHRINK_4):
-        scale = _round(width * shrink, True)
-        minimum = low if shrink == 1 else middle - np.float32(7.5) * scale
-        minimum = _round(minimum, True)
+    # ggml's own line first, so that nothing can come out worse than it; then shorter ones
+    # that keep the low end, the middle or the high end of the range
+    starts = [(width, low), (width * np.float32(1.04), low - np.float32(0.3) * width)]
+    for shrink in _SHRINK_AFFINE:
+        scale = width * shrink
+        rest = np.float32(15) * (width - scale)
+        starts += [(scale, low + rest * side) for side in _SIDES]
+    for scale, minimum in starts:
+        scale, minimum = _round(scale, True), _round(minimum, True)
         best = _better_affine(x, scale, minimum, best)
-        codes = _codes_affine(x, scale, minimum)
-        # least squares line through (code, weight)
-        sum_q = codes.sum(axis=1)
-        sum_qq = np.einsum("ij,ij->i", codes, codes)
-        sum_qx = np.einsum("ij,ij->i", codes, x)
-        spread = BLOCK * sum_qq - sum_q * sum_q
-        slope = (BLOCK * sum_qx - sum_q * total) / np.where(spread > 0, spread, 1)
-        offset = (total - slope * sum_q) / BLOCK
-        best = _better_affine(x, _round(slope, True), _round(offset, True), best)
+        for _ in range(2):
+            scale, minimum = _fit(x, total, _codes_affine(x, scale, minimum))
+        best = _better_affine(x, scale, minimum, best)
     return _codes_affine(x, best[0], best[1]), best[0], best[1]
+
+
+def _fit(
+    x: NDArray[np.float32], total: NDArray[np.float32], codes: NDArray[np.float32]
+) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Least squares line through (code, weight) of each block."""
+    sum_q = codes.sum(axis=1)
+    sum_qq = np.einsum("ij,ij->i", codes, codes)
+    sum_qx = np.einsum("ij,ij->i", codes, x)
+    spread = BLOCK * sum_qq - sum_q * sum_q
+    slope = (BLOCK * sum_qx - sum_q * total) / np.where(spread > 0, spread, 1)
+    return _round(slope, True), _round((total - slope * sum_q) / BLOCK, True)
 
 
 def _better_affine(
