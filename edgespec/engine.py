@@ -149,7 +149,7 @@ class Engine:
         core.begin_generation(params, max_new)
         tree = core.begin(PREFILL)
         started = time.perf_counter()
-        logits = self._prefill(prompt)[None]
+        logits = self._prefill(prompt).reshape(1, -1)
         self.prefill_seconds = time.perf_counter() - started
         return self._step(tree, core.finish(logits), logits)
 

@@ -97,17 +97,15 @@ class Generation(Iterator[Delta]):
         self._deltas.close()
 
     def _run(self) -> Iterator[Delta]:
-        reason = "cancelled"
-        try:
-            with self._engine.claim():
-                try:
-                    reason = yield from self._generate()
-                finally:
-                    self._settle()
-        finally:
-            self._reply = self._make_reply(reason)
-            for call in self._on_end:
-                call(self)
+        with self._engine.claim():
+            reason = "cancelled"
+            try:
+                reason = yield from self._generate()
+            finally:
+                self._settle()
+                self._reply = self._make_reply(reason)
+                for call in self._on_end:
+                    call(self)
 
     def _generate(self) -> Iterator[Delta]:
         request = self._request

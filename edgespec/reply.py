@@ -51,9 +51,8 @@ class Reply:
     seed: int
     stats: Stats
     logprobs: tuple[TokenLogprobs, ...] = ()
-    evaluated_tokens: int = (
-        0  # prompt tokens forwarded; the others were in the KV cache
-    )
+    evaluated_tokens: int = 0  # prompt tokens forwarded, not found in the KV cache
+    thinking: str = ""  # <think> sections with their tags, not part of `text`
 
 
 def top_logprobs(logits: NDArray[np.float32], token: int, count: int) -> TokenLogprobs:
