@@ -142,9 +142,9 @@ def test_a_cost_measured_badly_once_is_measured_again():
 
     def seconds(n, calls=[0]):  # noqa: B006
         calls[0] += 1
-        return 0.5 if calls[0] == 1 else 0.01 + 0.0005 * (n - 1)
+        return 0.06 if calls[0] == 1 else 0.01 + 0.0005 * (n - 1)
 
-    rows = run(plan, tree, lambda k: k, seconds, 40)
+    rows = run(plan, tree, lambda k: k, seconds, 500)
     assert (rows[-20:] == 4).all()
 
 

@@ -12,6 +12,8 @@ static const double FADE = 0.95;         /* of got and want, per drafted round *
 static const double PRIOR_ROWS = 2.0;    /* accepted as expected before any round */
 static const double TRUST_MAX = 1.5;
 static const int64_t PLAIN_GAP = 4;     /* rounds between plain ones while c(1) is thin */
+static const int32_t FIRST_ROWS = 4;     /* most rows before anything was measured */
+static const double PROBE_SHARE = 0.05;  /* of the time since the last probe, what one may cost */
 static const int64_t GAP_FIRST = 4, GAP_MAX = 512;
 
 /* Fills c for every n from the points that are known (weight > 0), pooled where they fall, joined
@@ -113,11 +115,12 @@ float es_plan_floor(const es_plan *plan)
 }
 
 /* argmax over n of tokens per second, plain among the choices; ties go to fewer rows. */
-static int32_t best_rows(const es_plan *plan, const es_tree *tree, const double *c, double scale)
+static int32_t best_rows(const es_plan *plan, const es_tree *tree, int32_t most, const double *c,
+                         double scale)
 {
     double tokens = 1.0, best = 1.0 / c[1];
     int32_t n_best = 1;
-    for (int32_t n = 2; n <= tree->n; n++) {
+    for (int32_t n = 2; n <= tree->n && n <= most; n++) {
         tokens += scale * tree->score[n - 1];
         double rate = tokens / (plan->draft + c[n]);
         if (rate > best) {
@@ -128,19 +131,33 @@ static int32_t best_rows(const es_plan *plan, const es_tree *tree, const double 
     return n_best;
 }
 
+/* The unknown is entered by doubling, so that no single round can cost many plain ones. */
+static int32_t most_rows(const es_plan *plan)
+{
+    bool is_timeless = plan->is_fixed || (plan->round > 0 && plan->widest == 0);
+    int32_t most = 2 * plan->widest;
+    return is_timeless ? ES_MAX_ROWS : most > FIRST_ROWS ? most : FIRST_ROWS;
+}
+
 int32_t es_plan_choose(es_plan *plan, const es_tree *tree)
 {
     double scale = trust(plan);
-    int32_t n = best_rows(plan, tree, plan->smooth, scale);
+    int32_t most = most_rows(plan);
+    int32_t n = best_rows(plan, tree, most, plan->smooth, scale);
     plan->is_probe = false;
     /* all that is compared is compared with c(1): where every round drafts it must be looked up */
-    bool is_timed = !plan->is_fixed && plan->recent[n][0] > 0.0;
-    if (n > 1 && is_timed && plan->seen[1] < THIN && plan->round >= plan->plain_at) {
+    if (n > 1 && !plan->is_fixed && plan->widest > 0 && plan->seen[1] < THIN &&
+        plan->round >= plan->plain_at) {
         plan->plain_at = plan->round + PLAIN_GAP;
         return 1;
     }
     if (plan->round >= plan->probe_at) {
-        int32_t hoped = best_rows(plan, tree, plan->hopeful, at_least(scale, 1.0));
+        int32_t hoped = best_rows(plan, tree, most, plan->hopeful, at_least(scale, 1.0));
+        int64_t since = plan->round - (plan->probe_at - plan->probe_gap);
+        double budget = plan->smooth[1] * (1.0 + PROBE_SHARE * (double)since);
+        while (hoped > 2 && plan->smooth[hoped] > budget) {
+            hoped--;
+        }
         if (hoped > n) {
             plan->is_probe = true;
             return hoped;
@@ -176,6 +193,7 @@ static void measure(es_plan *plan, int32_t n, double seconds)
     bool is_new = n_recent < ES_PLAN_RECENT || plan->seen[n] < THIN;
     plan->cost[n] = is_new ? middle : plan->cost[n] + EWMA * (middle - plan->cost[n]);
     plan->seen[n] += plan->seen[n] < SEEN_MAX;
+    plan->widest = n > plan->widest ? n : plan->widest;
     refresh(plan);
 }
 

@@ -28,6 +28,7 @@ typedef struct es_plan {
     double recent[ES_MAX_ROWS + 1][ES_PLAN_RECENT]; /* the last times, for a median */
     double smooth[ES_MAX_ROWS + 1];       /* c(n) for every n, never falling */
     double hopeful[ES_MAX_ROWS + 1];      /* the same without thinly measured points */
+    int32_t widest;                       /* most rows measured so far */
     double draft;                         /* mean seconds a draft takes */
     double got, want;                     /* drafted rows accepted, their score sum; both fading */
     int64_t round;                        /* rounds learned from */

@@ -77,6 +77,13 @@ static int64_t seen_from(const es_ring *ring, int64_t position)
     return first > ring->sinks ? first : ring->sinks;
 }
 
+static es_status forgotten(const es_ring *ring, int64_t position, int64_t first)
+{
+    return es_fail(ES_ERR_CONTEXT, "ring: the row at %lld sees positions from %lld, those before "
+                   "%lld have been overwritten", (long long)position, (long long)first,
+                   (long long)ring->held);
+}
+
 es_status es_ring_append(es_ring *ring, const int32_t *depth, int32_t n, int32_t *slot)
 {
     if (ring->n_open >= 0) {
@@ -169,9 +176,7 @@ es_status es_ring_truncate(es_ring *ring, int64_t length)
     }
     int64_t first = seen_from(ring, length);
     if (first < length && first < ring->held) {
-        return es_fail(ES_ERR_CONTEXT, "ring: the row at %lld sees positions from %lld, rows before "
-                       "%lld have been overwritten", (long long)length, (long long)first,
-                       (long long)ring->held);
+        return forgotten(ring, length, first);
     }
     /* what was forgotten behind the new end does not matter: it will be written again */
     int64_t end = length > ring->sinks ? length : ring->sinks;
@@ -189,9 +194,7 @@ es_status es_ring_visible(const es_ring *ring, int64_t position, int32_t *slot, 
     int64_t end = position < ring->length ? position + 1 : ring->length;
     int64_t first = seen_from(ring, position);
     if (first < end && first < ring->held) {
-        return es_fail(ES_ERR_CONTEXT, "ring: the row at %lld sees positions from %lld, rows before "
-                       "%lld have been overwritten", (long long)position, (long long)first,
-                       (long long)ring->held);
+        return forgotten(ring, position, first);
     }
     *n = 0;
     for (int64_t p = 0; p < end && p < ring->sinks; p++) {
