@@ -3,10 +3,11 @@
  *
  * Nothing is sorted. A filter needs one boundary value of the row - the k-th largest logit, or the
  * logit at which the nucleus is full - and finds it digit by digit of the float's bits, in three
- * passes however the row looks. The draw computes Gumbel noise only for tokens that can still win.
+ * passes over the tokens in question. The draw computes Gumbel noise only for tokens that can still win.
  */
 #include "sample.h"
 
+#include <float.h>
 #include <math.h>
 #include <stdbool.h>
 #include <string.h>
@@ -233,7 +234,13 @@ static inline uint32_t key_of(float x)
     return bits & UINT32_C(0x80000000) ? ~bits : bits | UINT32_C(0x80000000);
 }
 
-#define MINUS_INFINITY_KEY UINT32_C(0x007FFFFF)
+static inline float value_of(uint32_t key)
+{
+    uint32_t bits = key & UINT32_C(0x80000000) ? key & UINT32_C(0x7FFFFFFF) : ~key;
+    float x;
+    memcpy(&x, &bits, sizeof(x));
+    return x;
+}
 
 /* The key at which the tokens, best first, have collected their share. */
 typedef struct boundary {
@@ -242,77 +249,78 @@ typedef struct boundary {
     double target;
 } boundary;
 
-#define BLOCK 128
+/* What a token weighs towards its share: its probability over that of the best, or just 1. */
+typedef struct weighing {
+    bool is_mass;
+    float max;
+    double target;
+    float floor; /* finite; tokens below it cannot be reached, and need not be looked at */
+} weighing;
+
 #define DIGITS 3
 #define BINS 2048
 
-/* Adds to bins the weight of every token whose key starts with prefix, by the key's next digit. */
-static void fill_bins(const float *logits, size_t vocab, float max, bool is_mass, int prefix_shift,
-                      uint32_t prefix, int shift, uint32_t mask, double *bins)
-{
-    double weight[BLOCK];
-    memset(bins, 0, BINS * sizeof(*bins));
-    for (size_t first = 0; first < vocab; first += BLOCK) {
-        size_t n = vocab - first < BLOCK ? vocab - first : BLOCK;
-        const float *x = logits + first;
-        if (prefix_shift < 32) {
-            /* A later digit: few tokens are left. */
-            for (size_t i = 0; i < n; i++) {
-                uint32_t key = key_of(x[i]);
-                if (key >> prefix_shift == prefix && key > MINUS_INFINITY_KEY) {
-                    double w = is_mass ? es_exp((double)x[i] - (double)max) : 1.0;
-                    bins[key >> shift & mask] += w;
-                }
-            }
-            continue;
-        }
-        for (size_t i = 0; i < n; i++) {
-            weight[i] = is_mass ? es_exp((double)x[i] - (double)max) : 1.0;
-        }
-        for (size_t i = 0; i < n; i++) {
-            uint32_t key = key_of(x[i]);
-            bins[key >> shift & mask] += key > MINUS_INFINITY_KEY ? weight[i] : 0.0;
-        }
-    }
-}
-
-/* share: of the mass exp(logit) (is_mass), else a number of tokens, at most those there are. */
-static boundary find_boundary(const float *logits, size_t vocab, float max, double share,
-                              bool is_mass)
+static boundary find_boundary(const float *logits, size_t vocab, const weighing *w)
 {
     static const int shifts[DIGITS] = {21, 10, 0};
     static const uint32_t masks[DIGITS] = {2047, 2047, 1023};
-    boundary b = {0, 0.0, share};
+    boundary b = {0, 0.0, w->target};
     double bins[BINS];
-    uint32_t prefix = 0;
+    uint64_t prefix = 0; /* the digits found so far */
     for (int digit = 0; digit < DIGITS; digit++) {
         int prefix_shift = digit == 0 ? 32 : shifts[digit - 1];
-        fill_bins(logits, vocab, max, is_mass, prefix_shift, prefix, shifts[digit], masks[digit],
-                  bins);
-        if (digit == 0 && is_mass) {
-            double total = 0.0;
-            for (int i = BINS - 1; i >= 0; i--) {
-                total += bins[i];
+        memset(bins, 0, sizeof(bins));
+        for (size_t t = 0; t < vocab; t++) {
+            if (logits[t] < w->floor) {
+                continue;
             }
-            b.target = share * total;
+            uint32_t key = key_of(logits[t]);
+            if ((uint64_t)key >> prefix_shift == prefix) {
+                bins[key >> shifts[digit] & masks[digit]] +=
+                    w->is_mass ? es_exp((double)logits[t] - (double)w->max) : 1.0;
+            }
         }
         uint32_t chosen = 0;
         double before = b.before;
-        for (int i = (int)masks[digit]; i >= 0; i--) {
+        for (int32_t i = (int32_t)masks[digit]; i >= 0; i--) {
             if (bins[i] == 0.0) {
                 continue;
             }
             chosen = (uint32_t)i;
             b.before = before;
             before += bins[i];
-            if (before >= b.target) {
+            if (before >= w->target) {
                 break;
             }
         }
-        prefix = prefix << (digit == DIGITS - 1 ? 10 : 11) | chosen;
+        prefix = prefix << (prefix_shift - shifts[digit]) | chosen;
     }
-    b.key = prefix;
+    b.key = (uint32_t)prefix;
     return b;
+}
+
+#define MAX_BLOCKS 1024
+
+/* A value the k-th largest is not below: the k-th largest of the maxima of blocks. */
+static float top_k_floor(const float *logits, size_t vocab, float max, size_t k)
+{
+    float maxima[MAX_BLOCKS];
+    size_t block = (vocab + MAX_BLOCKS - 1) / MAX_BLOCKS;
+    size_t n = 0;
+    for (size_t first = 0; first < vocab; first += block) {
+        size_t end = first + block < vocab ? first + block : vocab;
+        float top = -INFINITY;
+        for (size_t t = first; t < end; t++) {
+            top = logits[t] > top ? logits[t] : top;
+        }
+        maxima[n] = top;
+        n += top != -INFINITY;
+    }
+    if (n < k) {
+        return -FLT_MAX;
+    }
+    weighing w = {false, max, (double)k, -FLT_MAX};
+    return value_of(find_boundary(maxima, n, &w).key);
 }
 
 static void keep_top_k(float *logits, size_t vocab, float max, size_t k)
@@ -324,16 +332,48 @@ static void keep_top_k(float *logits, size_t vocab, float max, size_t k)
     if (k >= n_left) {
         return;
     }
-    boundary b = find_boundary(logits, vocab, max, (double)k, false);
+    weighing w = {false, max, (double)k, top_k_floor(logits, vocab, max, k)};
+    float kth = value_of(find_boundary(logits, vocab, &w).key);
     for (size_t t = 0; t < vocab; t++) {
-        logits[t] = key_of(logits[t]) < b.key ? -INFINITY : logits[t];
+        logits[t] = logits[t] < kth ? -INFINITY : logits[t];
     }
+}
+
+#define BLOCK 128
+
+/* Sum of exp(logit - max), in an order that depends on the row's length only. */
+static double total_mass(const float *logits, size_t vocab, float max)
+{
+    double sum[LANES] = {0};
+    for (size_t first = 0; first < vocab; first += BLOCK) {
+        /* Two loops, because compilers vectorise the first only alone. */
+        double mass[BLOCK] = {0};
+        size_t n = vocab - first < BLOCK ? vocab - first : BLOCK;
+        for (size_t i = 0; i < n; i++) {
+            mass[i] = es_exp((double)logits[first + i] - (double)max);
+        }
+        for (size_t i = 0; i < BLOCK; i += LANES) {
+            for (size_t j = 0; j < LANES; j++) {
+                sum[j] += mass[i + j];
+            }
+        }
+    }
+    for (size_t j = 1; j < LANES; j++) {
+        sum[0] += sum[j];
+    }
+    return sum[0];
 }
 
 /* The smallest set, best first and lowest id first among equals, that reaches top_p. */
 static void keep_top_p(float *logits, size_t vocab, float max, float top_p)
 {
-    boundary b = find_boundary(logits, vocab, max, (double)top_p, true);
+    double total = total_mass(logits, vocab, max);
+    /* All tokens lighter than an equal share of what may be cut are cut: together they weigh less
+       than that. Half of it leaves room for rounding. */
+    double light = 0.5 * (1.0 - (double)top_p) * total / (double)vocab;
+    double floor = (double)max + es_log(light);
+    weighing w = {true, max, (double)top_p * total, floor > -FLT_MAX ? (float)floor : -FLT_MAX};
+    boundary b = find_boundary(logits, vocab, &w);
     double before = b.before;
     for (size_t t = 0; t < vocab; t++) {
         uint32_t key = key_of(logits[t]);
