@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
-from typing import Any, ClassVar
+from typing import Any
 
 import jinja2
 from jinja2.ext import Extension, loopcontrols
@@ -263,7 +263,7 @@ def _unused_character(*texts: str) -> str:
 class _GenerationBlock(Extension):
     """{% generation %}: marks the assistant's text for training; here just its body."""
 
-    tags: ClassVar[set[str]] = {"generation"}
+    tags = {"generation"}  # noqa: RUF012  (jinja2 declares it so)
 
     def parse(self, parser: Parser) -> Node | list[Node]:
         next(parser.stream)

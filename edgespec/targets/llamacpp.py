@@ -140,10 +140,11 @@ class LlamaCppTarget:
                 np.array([rows - 1] if is_last else [], dtype=np.int64),
             )
             self._decode()
-        self._logits[0] = self._row_logits(rows - 1)
+        logits: NDArray[np.float32] = self._logits[0]
+        logits[:] = self._row_logits(rows - 1)
         self._length += n
         self._is_dirty = False
-        return self._logits[0]
+        return logits
 
     def commit(self, rows: NDArray[np.int32]) -> None:
         """Keeps a path of the last forward from its root on; no rows: drops all."""
