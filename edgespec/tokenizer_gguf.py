@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -84,7 +85,7 @@ def tokenizer_json(metadata: Mapping[str, Any]) -> str:
     Raises UnsupportedError for models and pre-tokenizers not known here,
     FormatError when the metadata contradict themselves.
     """
-    model = metadata.get("tokenizer.ggml.model")
+    model = _text(metadata, "tokenizer.ggml.model")
     tokens = _tokens(metadata)
     types = _list(metadata, "token_type", len(tokens), int) or [NORMAL] * len(tokens)
     if model == "gpt2":
@@ -130,7 +131,7 @@ def add_bos(metadata: Mapping[str, Any]) -> bool:
         return bool(given)
     if metadata.get("tokenizer.ggml.model") == "llama":
         return True
-    split = SPLITS.get(str(metadata.get("tokenizer.ggml.pre", "default")))
+    split = SPLITS.get(_text(metadata, "tokenizer.ggml.pre") or "default")
     return split is not None and split.add_bos
 
 
@@ -139,9 +140,15 @@ def eos_ids(metadata: Mapping[str, Any]) -> tuple[int, ...]:
     default = 2 if metadata.get("tokenizer.ggml.model") == "llama" else None
     ids = [_id(metadata, "tokenizer.ggml.eos_token_id", default)]
     ids += [_id(metadata, f"tokenizer.ggml.{k}_token_id", None) for k in ("eot", "eom")]
-    ids += metadata.get("edgespec.eos_token_ids", [])
-    template = metadata.get("tokenizer.chat_template") or ""
     tokens = _tokens(metadata)
+    ours = metadata.get("edgespec.eos_token_ids")
+    for i in ours if isinstance(ours, list | tuple) else [ours]:
+        if i is None:
+            continue
+        if i not in range(len(tokens)):
+            raise FormatError(f"edgespec.eos_token_ids: {i!r} is no token")
+        ids.append(i)
+    template = _text(metadata, "tokenizer.chat_template") or ""
     bos = bos_id(metadata)
     ids += [i for i in ends_of_turn(template, tokens) if i != bos]
     return tuple(dict.fromkeys(i for i in ids if i is not None))
@@ -175,7 +182,7 @@ def byte_level_parts(
 
 
 def _byte_level(metadata: Mapping[str, Any], tokens: list[str]) -> dict[str, Any]:
-    pre = metadata.get("tokenizer.ggml.pre", "default")
+    pre = _text(metadata, "tokenizer.ggml.pre") or "default"
     if pre not in SPLITS:
         raise UnsupportedError(
             f"tokenizer.ggml.pre {pre!r} is not supported; known: {', '.join(SPLITS)}"
@@ -211,7 +218,7 @@ def _sentencepiece(
     if absent is not None:
         raise FormatError(f"tokenizer.ggml.tokens: no token for byte 0x{absent:02X}")
     has_prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)
-    scheme = metadata.get("edgespec.tokenizer.prepend_scheme")
+    scheme = _text(metadata, "edgespec.tokenizer.prepend_scheme")
     normalizers: list[dict[str, Any]] = []
     if has_prefix and scheme != "first":
         normalizers.append({"type": "Prepend", "prepend": SPACE})
@@ -293,9 +300,16 @@ def _tokens(metadata: Mapping[str, Any]) -> list[str]:
     # llama.cpp renames tokens without text in the same way.
     named = [token or f"[EMPTY_{i}]" for i, token in enumerate(tokens)]
     if len(set(named)) != len(named):
-        twice = next(t for i, t in enumerate(named) if named.index(t) != i)
+        twice = Counter(named).most_common(1)[0][0]
         raise FormatError(f"tokenizer.ggml.tokens: {twice!r} appears twice")
     return named
+
+
+def _text(metadata: Mapping[str, Any], key: str) -> str | None:
+    value = metadata.get(key)
+    if value is not None and not isinstance(value, str):
+        raise FormatError(f"{key}: expected text, got {value!r:.80}")
+    return value
 
 
 def _list(
@@ -304,7 +318,9 @@ def _list(
     values = metadata.get(f"tokenizer.ggml.{key}")
     if values is None:
         return None
-    if isinstance(values, str) or not all(isinstance(value, kind) for value in values):
+    if not isinstance(values, list | tuple) or not all(
+        isinstance(value, kind) for value in values
+    ):
         raise FormatError(f"tokenizer.ggml.{key}: expected an array of {kind.__name__}")
     if length is not None and len(values) != length:
         raise FormatError(
@@ -315,7 +331,8 @@ def _list(
 
 def _id(metadata: Mapping[str, Any], key: str, default: int | None) -> int | None:
     value = metadata.get(key, default)
-    count = len(metadata.get("tokenizer.ggml.tokens", ()))
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    count = len(tokens) if isinstance(tokens, list | tuple) else 0
     if value is None:
         return None
     if isinstance(value, int) and 0 <= value < count:

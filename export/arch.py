@@ -108,7 +108,7 @@ def by_model_type(config: Mapping[str, Any], where: str) -> Architecture:
 
 def by_gguf_name(name: Any, where: str) -> Architecture:
     """Architecture of general.architecture, or UnsupportedError."""
-    if name not in ARCHITECTURES:
+    if not isinstance(name, str) or name not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
         raise UnsupportedError(
             f"{where}: architecture {name!r} is not supported; known: {known}"

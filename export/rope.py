@@ -66,7 +66,7 @@ def from_hf(config: Mapping[str, Any], head_dim: int, where: str) -> Rope:
         raise UnsupportedError(
             f"{where}: RoPE parameters that differ by layer are not supported"
         )
-    if kind not in _KEYS:
+    if not isinstance(kind, str) or kind not in _KEYS:
         known = ", ".join(_KEYS)
         raise UnsupportedError(
             f"{where}: RoPE scaling {kind!r} is not supported; known: {known}"
@@ -94,22 +94,25 @@ def from_hf(config: Mapping[str, Any], head_dim: int, where: str) -> Rope:
             scaling["factor"] = (
                 max_position / scaling["original_max_position_embeddings"]
             )
-    return _build(float(theta), head_dim, kind, scaling, where)
+    theta = _positive(theta, f"{where}: rope_theta")
+    return _build(theta, head_dim, kind, scaling, where)
+
+
+def _positive(value: Any, what: str) -> float:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 < value < math.inf:
+        raise FormatError(f"{what}: expected a positive number, got {value!r}")
+    return float(value)
 
 
 def _build(
     theta: float, dim: int, kind: str, scaling: Mapping[str, Any], where: str
 ) -> Rope:
     def number(key: str) -> float:
-        value = scaling.get(key)
-        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-            raise FormatError(
-                f"{where}: RoPE {kind!r} needs a positive {key}, got {value!r}"
-            )
-        return float(value)
+        return _positive(scaling.get(key), f"{where}: RoPE {kind!r}: {key}")
 
-    if dim % 2 or theta <= 0:
-        raise FormatError(f"{where}: RoPE needs an even dimension and a positive base")
+    if dim % 2 or theta <= 1:
+        raise FormatError(f"{where}: RoPE needs an even dimension and a base above 1")
     inv_freq = base_frequencies(theta, dim)
     attention_factor = 1.0
     if kind == "linear":
@@ -157,8 +160,12 @@ def _yarn(
     def dimension(turns: float) -> float:
         return dim * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
-    low = max(math.floor(dimension(float(scaling.get("beta_fast") or 32))), 0)
-    high = min(math.ceil(dimension(float(scaling.get("beta_slow") or 1))), dim - 1)
+    fast, slow = (
+        _positive(scaling.get(key) or default, f"{where}: RoPE 'yarn': {key}")
+        for key, default in (("beta_fast", 32), ("beta_slow", 1))
+    )
+    low = max(math.floor(dimension(fast)), 0)
+    high = min(math.ceil(dimension(slow)), dim - 1)
     ramp = np.clip(
         (np.arange(dim // 2) - low) / (high - low if high != low else 0.001), 0, 1
     )
@@ -172,9 +179,11 @@ def _mscale(factor: float, weight: float = 1.0) -> float:
 def _yarn_attention(factor: float, scaling: Mapping[str, Any]) -> float:
     given = scaling.get("attention_factor")
     if given is not None:
-        return float(given)
+        return _positive(given, "RoPE 'yarn': attention_factor")
     up, down = scaling.get("mscale"), scaling.get("mscale_all_dim")
     if up and down:
+        up = _positive(up, "RoPE 'yarn': mscale")
+        down = _positive(down, "RoPE 'yarn': mscale_all_dim")
         return _mscale(factor, up) / _mscale(factor, down)
     return _mscale(factor)
 
@@ -202,10 +211,14 @@ def from_gguf(
             raise UnsupportedError(
                 f"{where}: {arch}.rope.{key} = {get(key)} is not supported"
             )
-    theta = float(get("freq_base", _DEFAULT_THETA))
-    factor = float(get("scaling.factor", get("scale_linear", 0)) or 1)
+
+    def number(key: str, default: float) -> float:
+        return _positive(get(key, default) or default, f"{where}: {arch}.rope.{key}")
+
+    theta = number("freq_base", _DEFAULT_THETA)
+    factor = number("scaling.factor", number("scale_linear", 1))
     kind = get("scaling.type", "linear")
-    attention = float(get("scaling.attn_factor", 1) or 1)
+    attention = number("scaling.attn_factor", 1)
     if kind not in ("none", "linear", "yarn"):
         raise UnsupportedError(
             f"{where}: RoPE scaling {kind!r} is not supported; known: none, linear, "

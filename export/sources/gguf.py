@@ -91,31 +91,45 @@ def read(path: Path) -> WeightSet:
     factors = _freq_factors(stored)
     config = _config(arch, metadata, stored, factors, where)
     tensors = _tensors(arch, config, stored, where)
-    if len(metadata.get("tokenizer.ggml.tokens", ())) > config.vocab:
-        raise FormatError(
-            f"{where}: {len(metadata['tokenizer.ggml.tokens'])} tokens, but the "
-            f"embedding has "
-            f"only {config.vocab} rows"
+    try:
+        words = tokenizer_gguf.tokenizer_json(metadata)
+        bos_id, eos_ids = (
+            tokenizer_gguf.bos_id(metadata),
+            tokenizer_gguf.eos_ids(metadata),
         )
-    sampling = {
-        key: metadata.get(f"general.sampling.{key}") for key in ("temp", "top_p")
-    }
+    except (FormatError, UnsupportedError) as error:
+        raise type(error)(f"{where}: {error}") from error
+    n_tokens = len(metadata["tokenizer.ggml.tokens"])
+    if n_tokens > config.vocab:
+        raise FormatError(
+            f"{where}: {n_tokens} tokens, but the embedding has only {config.vocab} "
+            f"rows"
+        )
+
+    def optional(key: str, kind: type) -> Any:
+        value = metadata.get(key)
+        if value is not None and not isinstance(value, kind):
+            raise FormatError(
+                f"{where}: {key}: expected {kind.__name__}, got {value!r}"
+            )
+        return value
+
     return WeightSet(
         config=config,
         tensors=tensors,
-        tokenizer_json=tokenizer_gguf.tokenizer_json(metadata),
-        chat_template=metadata.get("tokenizer.chat_template"),
-        bos_id=tokenizer_gguf.bos_id(metadata),
-        eos_ids=tokenizer_gguf.eos_ids(metadata),
+        tokenizer_json=words,
+        chat_template=optional("tokenizer.chat_template", str),
+        bos_id=bos_id,
+        eos_ids=eos_ids,
         add_bos=tokenizer_gguf.add_bos(metadata),
-        temperature=sampling["temp"],
-        top_p=sampling["top_p"],
-        name=metadata.get("general.name"),
+        temperature=optional("general.sampling.temp", float),
+        top_p=optional("general.sampling.top_p", float),
+        name=optional("general.name", str),
         origin=Origin(
             source=path.name,
             format="gguf",
             sha256=sha256(paths),
-            licence=metadata.get("general.license"),
+            licence=optional("general.license", str),
         ),
         gguf_metadata=metadata,
     )
@@ -248,7 +262,7 @@ def _config(
         )
     context = whole("context_length")
     window = metadata.get(prefix + "attention.sliding_window")
-    if window and window < context:
+    if window and whole("attention.sliding_window") < context:
         raise UnsupportedError(
             f"{where}: sliding window {window} is smaller than the context "
             f"{context}; windows "
@@ -266,7 +280,7 @@ def _config(
             f"has {vocab} rows"
         )
     eps = metadata.get(prefix + "attention.layer_norm_rms_epsilon")
-    if not isinstance(eps, float) or eps <= 0:
+    if not isinstance(eps, float) or not 0 < eps < 1:
         raise FormatError(
             f"{where}: {prefix}attention.layer_norm_rms_epsilon: got {eps}"
         )

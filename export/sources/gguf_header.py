@@ -112,7 +112,7 @@ def open_gguf(path: Path) -> GGUFFile:
             )
         metadata.put(key, *cursor.value(key))
     alignment = metadata.get("general.alignment", gguf.GGUF_DEFAULT_ALIGNMENT)
-    if not isinstance(alignment, int) or alignment <= 0 or alignment & (alignment - 1):
+    if type(alignment) is not int or alignment <= 0 or alignment & (alignment - 1):
         raise FormatError(f"{path}: general.alignment {alignment!r} is no power of two")
     entries = [cursor.tensor_info() for _ in range(n_tensors)]
     tensors = _place(path, entries, cursor.offset, alignment, size)

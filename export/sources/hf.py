@@ -25,7 +25,7 @@ from edgespec_export.arch import (
 )
 from edgespec_export.quantize import dequantize
 from edgespec_export.sources.gguf import sha256
-from edgespec_export.sources.hf_settings import check_settings
+from edgespec_export.sources.hf_settings import check_settings, check_types
 from edgespec_export.sources.safetensors_file import StoredTensor, read_tensors
 from edgespec_export.weights import ModelConfig, Origin, Tensor, WeightSet
 
@@ -41,6 +41,7 @@ def read(directory: Path) -> WeightSet:
     """
     config_json = _json(directory / "config.json")
     where = str(directory / "config.json")
+    check_types(config_json, where)
     arch = by_model_type(config_json, where)
     check_settings(arch, config_json, where)
     stored, paths = read_tensors(directory)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from edgespec.errors import UnsupportedError
+from edgespec.errors import FormatError, UnsupportedError
 from edgespec_export.arch import Architecture
 
 # Keys of config.json that say nothing about the forward pass at inference.
@@ -82,12 +82,33 @@ _READ = frozenset(
 )
 
 
+_TYPES: dict[str, type | tuple[type, ...]] = {
+    "architectures": list,
+    "layer_types": list,
+    "max_position_embeddings": int,
+    "original_max_position_embeddings": int,
+    "quantization_config": dict,
+    "rope_parameters": dict,
+    "rope_scaling": dict,
+    "rope_theta": (int, float),
+    "sliding_window": int,
+    "tie_word_embeddings": bool,
+}
+
+
+def check_types(config: Mapping[str, Any], where: str) -> None:
+    """FormatError for values of another JSON type than their key has."""
+    for key, kind in _TYPES.items():
+        value = config.get(key)
+        is_flag = isinstance(value, bool) and kind is not bool
+        if value is not None and (is_flag or not isinstance(value, kind)):
+            raise FormatError(f"{where}: {key}: unexpected value {value!r}")
+
+
 def check_settings(arch: Architecture, config: Mapping[str, Any], where: str) -> None:
     """Refuse, by name, settings under which the model is not the one we compute."""
     if config.get("quantization_config") is not None:
-        method = dict(config["quantization_config"]).get(
-            "quant_method", "unknown method"
-        )
+        method = config["quantization_config"].get("quant_method", "unknown method")
         raise UnsupportedError(
             f"{where}: quantization_config ({method}): export the unquantised "
             f"checkpoint"
@@ -100,9 +121,7 @@ def check_settings(arch: Architecture, config: Mapping[str, Any], where: str) ->
             )
     kinds = config.get("layer_types") or []
     if any(kind != "full_attention" for kind in kinds):
-        raise UnsupportedError(
-            f"{where}: layer_types {sorted(set(kinds))}: only full_attention"
-        )
+        raise UnsupportedError(f"{where}: layer_types {kinds}: only full_attention")
     window, limit = config.get("sliding_window"), config.get("max_position_embeddings")
     if window is not None and limit is not None and window < limit:
         raise UnsupportedError(

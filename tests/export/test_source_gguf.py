@@ -279,6 +279,33 @@ def test_settings_that_change_the_model_are_refused(
         gguf.read(path)
 
 
+@pytest.mark.parametrize(
+    "value",
+    [0, -1, 2**63, 1.5, float("nan"), "x", "", True, [], [1], ["a"], None],
+    ids=repr,
+)
+def test_wrong_metadata_types_never_get_through(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, value: Any
+) -> None:
+    extra = ("expert_count", "attention.sliding_window", "rope.scaling.factor")
+    extra += ("rope.scaling.yarn_beta_fast", "rope.scaling.type", "rope.scale_linear")
+    keys = [*open_gguf(tiny).metadata, "edgespec.eos_token_ids", "general.alignment"]
+    for key in [*keys, *(f"llama.{key}" for key in extra)]:
+        file = open_gguf(tiny)
+        if key.startswith("llama.rope"):
+            file.metadata["llama.rope.scaling.type"] = "yarn"
+        file.metadata[key] = value
+        if value is None:
+            del file.metadata[key]
+        monkeypatch.setattr(gguf, "open_gguf", lambda path, file=file: file)
+        try:
+            made = gguf.read(tiny)
+        except (FormatError, UnsupportedError) as error:
+            assert "tiny.gguf" in str(error)
+        else:
+            assert np.isfinite(made.config.rope.inv_freq).all()
+
+
 def test_c22_every_end_token_counts(tmp_path: Path) -> None:
     extra = {"tokenizer.ggml.eos_token_id": 0, "tokenizer.ggml.eom_token_id": 7}
     made = gguf.read(checkpoints.gguf_checkpoint(tmp_path / "a.gguf", extra=extra))

@@ -149,6 +149,29 @@ def test_settings_that_change_the_model_are_refused_by_name(
         hf.read(_changed(tmp_path, "config.json", **values))
 
 
+@pytest.mark.parametrize(
+    "value", [0, -1, 1e400, 1.5, "x", "", True, [], [1], {"a": 1}, None], ids=repr
+)
+def test_wrong_types_never_get_through(tmp_path: Path, value: Any) -> None:
+    path = checkpoints.hf_checkpoint(tmp_path / "hf", rope="yarn")
+    kept = json.loads((path / "config.json").read_text())
+    extra = ["sliding_window", "layer_types", "quantization_config", "rope_scaling"]
+    extra += ["original_max_position_embeddings", "partial_rotary_factor"]
+    changed = [kept | {key: value} for key in (*kept, *extra)]
+    yarn = ["beta_fast", "beta_slow", "mscale", "attention_factor", "truncate"]
+    for key in (*kept["rope_parameters"], *yarn):
+        rope = kept["rope_parameters"] | {"mscale_all_dim": 1.0, key: value}
+        changed.append(kept | {"rope_parameters": rope})
+    for config in changed:
+        (path / "config.json").write_text(json.dumps(config))
+        try:
+            made = hf.read(path)
+        except (FormatError, UnsupportedError) as error:
+            assert "hf" in str(error) or "RoPE" in str(error)
+        else:
+            assert np.isfinite(made.config.rope.inv_freq).all()
+
+
 def test_mistral_with_a_window_beyond_its_context_is_read(tmp_path: Path) -> None:
     settings = {
         "model_type": "mistral",
