@@ -181,8 +181,11 @@ def test_nothing_seen_nothing_drafted():
     tree = ngram.propose(8)
     assert (tree.n, tree.token[0]) == (1, 4)
     assert ngram.fill(*STAR).n == 1
-    ngram.cut([])
-    assert ngram.propose(8).n == 1
+    for token in (5, 6):
+        ngram.cut([])
+        tree = ngram.propose(8)
+        assert (tree.n, tree.token[0]) == (1, 0)
+        ngram.add([token])
 
 
 def follow(ngram, accept, n_rounds):
@@ -214,6 +217,27 @@ def test_only_rows_whose_outcome_is_known_teach():
     two.propose(2)  # without the row of depth 2
     two.learn([2])
     assert paths(one.propose(3)) == paths(two.propose(3)) != before
+
+
+def test_rows_under_a_wrong_row_are_not_judged():
+    one, two = Ngram(), Ngram()
+    for ngram in (one, two):
+        ngram.add([1, 2, 3, 1])
+        ngram.propose(3)
+    one.learn([9])
+    two.learn([9, 3])
+    assert paths(one.propose(3)) == paths(two.propose(3))
+
+
+def test_generated_text_is_trusted_more_than_text_that_was_fed():
+    fed, generated = Ngram(), Ngram()
+    fed.add([1, 2, 3])
+    generated.add([1])
+    generated.learn([2, 3])
+    generated.add([2, 3])
+    for ngram in (fed, generated):
+        ngram.add([1])
+    assert generated.propose(2).score[1] > fed.propose(2).score[1]
 
 
 def test_scores_are_acceptance_frequencies_on_text_with_structure():

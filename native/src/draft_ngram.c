@@ -76,7 +76,6 @@ struct es_ngram {
     uint32_t total;              /* positions handed out, modulo 2^32 */
     size_t held;                 /* of these, still in the log */
     size_t run;                  /* tokens since the last break */
-    size_t unlinked;             /* of these, the first ones: a tail repeated for context only */
     size_t n_own;                /* tokens of the next add that were generated */
     int32_t *log;                /* (size) */
     uint8_t *is_own;             /* (size) */
@@ -178,7 +177,8 @@ static void push(es_ngram *ngram, int32_t token, bool is_own)
     ngram->held += ngram->held < ngram->capacity;
 }
 
-/* Links the last position, whose continuation is about to be pushed. */
+/* Links the last position, whose continuation is about to be pushed, if there is one since the
+   last break. */
 static void link_last(es_ngram *ngram)
 {
     int32_t context[MAX_MATCH];
@@ -195,9 +195,7 @@ static void link_last(es_ngram *ngram)
 void es_ngram_add(es_ngram *ngram, const int32_t *tokens, size_t n)
 {
     for (size_t i = 0; i < n; i++) {
-        if (ngram->run > ngram->unlinked) {
-            link_last(ngram);
-        }
+        link_last(ngram);
         push(ngram, tokens[i], i < ngram->n_own);
         ngram->run++;
     }
@@ -210,14 +208,13 @@ void es_ngram_add(es_ngram *ngram, const int32_t *tokens, size_t n)
 void es_ngram_break(es_ngram *ngram, const int32_t *tail, size_t n_tail)
 {
     size_t n = n_tail < MAX_MATCH ? n_tail : MAX_MATCH;
+    /* the tail is repeated for context; only its last token gets linked, by what comes next */
     push(ngram, BREAK, false);
     ngram->run = 0;
     for (size_t i = n_tail - n; i < n_tail; i++) {
         push(ngram, tail[i], false);
         ngram->run++;
     }
-    /* the last token of the tail is linked again: what comes next is a new continuation of it */
-    ngram->unlinked = n > 0 ? n - 1 : 0;
     ngram->n_rows = 0;
     ngram->n_own = 0;
 }
