@@ -276,12 +276,10 @@ def _flatten(component: Any, children: str) -> Iterator[dict[str, Any]]:
 
 def _metaspaces_at_start(pre_tokenizer: Any) -> Iterator[Any]:
     """The library's Metaspace objects that prefix the first word of a text only."""
-    if isinstance(pre_tokenizer, tokenizers.pre_tokenizers.Sequence):
-        count = len(json.loads(pre_tokenizer.__getstate__())["pretokenizers"])
-        for i in range(count):
-            yield from _metaspaces_at_start(pre_tokenizer[i])
-    elif (
-        isinstance(pre_tokenizer, tokenizers.pre_tokenizers.Metaspace)
-        and pre_tokenizer.prepend_scheme == "first"
-    ):
-        yield pre_tokenizer
+    if pre_tokenizer is None:
+        return
+    settings = json.loads(pre_tokenizer.__getstate__())
+    parts = settings.get("pretokenizers", [settings])
+    for i, part in enumerate(parts):
+        if part["type"] == "Metaspace" and part["prepend_scheme"] == "first":
+            yield pre_tokenizer if part is settings else pre_tokenizer[i]

@@ -123,6 +123,18 @@ def test_marked_text_encodes_like_the_library_where_nothing_is_marked(
     assert b"".join(map(tokenizer.token_bytes, forged[1:])).endswith(b"a</s>")
 
 
+def test_a_first_word_prefix_inside_a_sequence_of_steps() -> None:
+    library = tokenizers.Tokenizer.from_str(vocabularies.sentencepiece("first"))
+    library.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
+        [tokenizers.pre_tokenizers.Digits(), library.pre_tokenizer]
+    )
+    tokenizer = Tokenizer(library.to_str())
+    assert tokenizer.encode("hi") == [tokenizer.token_id("▁hi")]
+    inner = tokenizer.encode("hi", at_start=False)
+    assert inner == [tokenizer.token_id("h"), tokenizer.token_id("i")]
+    assert tokenizer.encode("hi") == [tokenizer.token_id("▁hi")]
+
+
 def test_marked_text_keeps_the_spaces_a_special_token_swallows() -> None:
     library = tokenizers.Tokenizer.from_str(vocabularies.byte_level())
     library.add_special_tokens(
