@@ -79,6 +79,12 @@ def export(
             raise UsageError(f"--format {form}: expected {' or '.join(FORMATS)}")
     if not wanted:
         raise UsageError(f"no format: expected {' or '.join(FORMATS)}")
+    taps = tuple(taps)
+    if taps and "onnx" not in wanted:
+        raise UsageError("--taps: only the ONNX graph has them; add --format onnx")
+    if attention not in onnx_graph.ATTENTIONS:
+        expected = " or ".join(onnx_graph.ATTENTIONS)
+        raise UsageError(f"--attention {attention}: expected {expected}")
     if quant is not None and quant not in QUANTS:
         raise UsageError(f"--quant {quant}: expected one of {', '.join(QUANTS)}")
     _check_out(out, source)
@@ -92,7 +98,7 @@ def export(
             if form == "gguf":
                 writer.gguf()
             else:
-                writer.onnx(attention, tuple(taps))
+                writer.onnx(attention, taps)
         if check:
             writer.check(source, check_tokens, max_kl)
         writer.finish(name or weights.name or source.stem)
@@ -284,8 +290,8 @@ def _publish(work: Path, out: Path) -> None:
     if not out.exists():
         work.rename(out)
         return
-    old = Path(tempfile.mkdtemp(prefix=f".{out.name}-old-", dir=out.absolute().parent))
-    out.rename(old)  # onto an empty directory
+    old = work.with_name(work.name + "-old")
+    out.rename(old)
     try:
         work.rename(out)
     except BaseException:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from transformers import LlamaForCausalLM
 
 from edgespec_export import forward, gguf_file, onnx_graph, sources
+from edgespec_export.rope import base_frequencies
 from edgespec_export.weights import Tensor, WeightSet
 from tests.export import checkpoints, llama
 from tests.export.graphs import Graph
@@ -150,7 +151,8 @@ MUTATIONS = {
     "rope theta": lambda w: replace(
         w,
         config=replace(
-            w.config, rope=replace(w.config.rope, inv_freq=w.config.rope.inv_freq * 1.1)
+            w.config,
+            rope=replace(w.config.rope, theta=2e4, inv_freq=base_frequencies(2e4, 16)),
         ),
     ),
 }
