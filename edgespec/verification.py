@@ -157,7 +157,7 @@ def compare(
             target.truncate(0)
             recorder = Recorder(target)
             arm = Arm(recorder, eos=kept.eos, speculation=session.speculation)
-            arm.speculate = speculate
+            arm.is_speculating = speculate
             session.engine = arm
             replies[speculate] = session.complete(
                 messages, sampling=sampling, stopping=stopping

@@ -112,17 +112,16 @@ class ScriptedTarget:
         self.rows = []
 
     def _logits(self, sequence: Sequence[int], n_rows: int) -> list[float]:
-        text = bytes(sequence).decode("utf-8", "replace")
-        asked, _, said = text.rpartition(OPENING)
-        question = asked.rpartition("user: ")[2].removesuffix("\n")
+        asked, _, said = bytes(sequence).rpartition(OPENING.encode())
+        question = asked.rpartition(b"user: ")[2].removesuffix(b"\n").decode()
         reply = self.answers.get(question, "ok").encode()
-        so_far = said.encode()
         logits = [0.0] * self.vocab
-        is_on_script = reply.startswith(so_far) and len(so_far) < len(reply)
-        logits[reply[len(so_far)] if is_on_script else END] = LOUD
-        if said in self._rival:
+        is_on_script = reply.startswith(said) and len(said) < len(reply)
+        logits[reply[len(said)] if is_on_script else END] = LOUD
+        rival = self._rival.get(said.decode("utf-8", "replace"))
+        if rival is not None:
             wobble = self._wobble if n_rows > 1 else 0.0
-            logits[ord(self._rival[said])] = LOUD - self._gap + wobble
+            logits[ord(rival)] = LOUD - self._gap + wobble
         return logits
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -116,7 +116,9 @@ class Chat:
         self, source: Input | None = None, output: Output | None = None
     ) -> None:
         """Reads turns with line editing until Ctrl-D or /exit."""
-        prompt = _prompt_session(self.status, source, output)
+        prompt = _prompt_session(
+            lambda: self.status() or self.describe(), source, output
+        )
         while True:
             try:
                 line = prompt.prompt("> ")
@@ -127,10 +129,10 @@ class Chat:
             if self.take(line) is None:
                 return
 
-    def run_lines(self, lines: Iterator[str] | object) -> bool:
+    def run_lines(self, lines: Iterable[str]) -> bool:
         """Takes every line as a turn; whether all of them worked."""
         all_worked = True
-        for line in lines:  # type: ignore[attr-defined]
+        for line in lines:
             worked = self.take(line.rstrip("\n"))
             if worked is None:
                 break
@@ -158,15 +160,18 @@ class Chat:
             note("stopped")
         return True
 
-    def show(self, deltas: Iterator[Delta]) -> None:
+    def show(self, deltas: Generator[Delta, None, None]) -> None:
         """Streams a reply to stdout."""
         writer = TextWriter(sys.stdout)
         try:
             for delta in deltas:
+                if delta.notice:
+                    writer.end()
+                    note(delta.notice)
                 writer.write(delta.text, thinking=delta.thinking)
         finally:
             # An interrupt may hit between two deltas: close, so that the turn is kept.
-            deltas.close()  # type: ignore[attr-defined]
+            deltas.close()
             writer.end()
 
     def status(self) -> str:
@@ -277,7 +282,7 @@ def _prompt_session(
         history=history,
         multiline=True,
         key_bindings=keys,
-        bottom_toolbar=lambda: status() or None,
+        bottom_toolbar=status,
         color_depth=None if use_colour(sys.stdout) else ColorDepth.DEPTH_1_BIT,
         input=source,
         output=output or create_output(always_prefer_tty=True),

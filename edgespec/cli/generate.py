@@ -48,7 +48,7 @@ def command(
     ] = Stopping().max_tokens,
     stop: Annotated[
         list[str] | None,
-        typer.Option("--stop", help="End before this text. Repeatable."),
+        typer.Option("--stop", metavar="STR", help="End before this text. Repeatable."),
     ] = None,
     raw: Annotated[
         bool,
@@ -79,20 +79,23 @@ def command(
     text = _read_prompt(source, prompt, file)
     stopping = Stopping(max_tokens=max_tokens, stop=tuple(stop or ()))
     session = open_session(model, speculation, runtime, offline=offline)
-    asked = text if raw else [{"role": "user", "content": text}]
+    generation = session.generate(
+        text, sampling=sampling, stopping=stopping, logprobs=logprobs, raw=raw
+    )
     if as_json:
-        reply = session.complete(
-            asked, sampling=sampling, stopping=stopping, logprobs=logprobs
-        )
+        for _ in generation:
+            pass
+        reply = generation.reply
         print(json.dumps(_as_object(reply, logprobs), ensure_ascii=False))
         return
     writer = TextWriter(sys.stdout)
     try:
-        for delta in session.generate(asked, sampling=sampling, stopping=stopping):
+        for delta in generation:
             writer.write(delta.text, thinking=delta.thinking)
     finally:
+        generation.close()
         writer.end()
-    reply = session.last_reply
+    reply = generation.reply
     note(
         f"{status_line(reply.stats, len(reply.tokens))} · "
         f"{reply.finish_reason} · seed {reply.seed}"
@@ -139,8 +142,6 @@ def _as_object(reply: Reply, logprobs: int) -> dict[str, Any]:
         "seed": reply.seed,
         "stats": reply.stats.as_dict(),
     }
-    if reply.thinking:
-        result["thinking"] = reply.thinking
     if logprobs:
         result["logprobs"] = [
             {"token": entry.token, "logprob": entry.logprob, "top": entry.top}

@@ -108,16 +108,17 @@ def _reach(
     from edgespec.reach import reach
 
     session = open_session(path, Speculation(draft="none"), runtime, offline=offline)
-    container = "gguf" if session.backend == "llamacpp" else "onnx"
+    backend = session.target.name
+    container = "gguf" if backend == "llamacpp" else "onnx"
     layout = found.layouts.get(container)
     if layout is None or layout.read_bytes is None or layout.macs is None:
         note(
-            f"shares not told: the bytes {session.backend} reads are unknown; "
+            f"shares not told: the bytes {backend} reads are unknown; "
             "reading the file needs: pip install 'edgespec[export]'"
         )
         return None
-    note(f"timing {session.backend}")
-    return session.backend, reach(
+    note(f"timing {backend}")
+    return backend, reach(
         session.target, rates, read_bytes=layout.read_bytes, macs=layout.macs
     )
 

@@ -48,6 +48,7 @@ def command(
         list[int] | None,
         typer.Option(
             "--seed",
+            metavar="N",
             help=f"Above temperature 0, repeatable. Default: {SEED}.",
         ),
     ] = None,
@@ -115,8 +116,8 @@ def command(
 def _about(session: Session) -> dict[str, object]:
     return {
         "model": session.name,
-        "backend": session.backend,
-        "draft": session.draft,
+        "backend": session.target.name,
+        "draft": session.engine.draft_name,
         "row_invariant": session.target.capabilities.row_invariant,
         "argv": sys.argv[1:],
     }
@@ -135,7 +136,8 @@ def _lines(session: Session, runs: list[Run]) -> list[str]:
 
     invariant = session.target.capabilities.row_invariant
     lines = [
-        f"{session.name} on {session.backend}, draft {session.draft}; rows "
+        f"{session.name} on {session.target.name}, "
+        f"draft {session.engine.draft_name}; rows "
         f"{'do not depend' if invariant else 'depend'} on the rows beside them",
         "",
     ]
