@@ -141,13 +141,11 @@ def eos_ids(metadata: Mapping[str, Any]) -> tuple[int, ...]:
     ids = [_id(metadata, "tokenizer.ggml.eos_token_id", default)]
     ids += [_id(metadata, f"tokenizer.ggml.{k}_token_id", None) for k in ("eot", "eom")]
     tokens = _tokens(metadata)
-    ours = metadata.get("edgespec.eos_token_ids")
-    for i in ours if isinstance(ours, list | tuple) else [ours]:
-        if i is None:
-            continue
-        if i not in range(len(tokens)):
-            raise FormatError(f"edgespec.eos_token_ids: {i!r} is no token")
-        ids.append(i)
+    ours = metadata.get("edgespec.eos_token_ids", [])
+    known = range(len(tokens))
+    if not isinstance(ours, list | tuple) or any(i not in known for i in ours):
+        raise FormatError(f"edgespec.eos_token_ids: {ours!r:.80} are not all tokens")
+    ids += ours
     template = _text(metadata, "tokenizer.chat_template") or ""
     bos = bos_id(metadata)
     ids += [i for i in ends_of_turn(template, tokens) if i != bos]
@@ -198,7 +196,7 @@ def _byte_level(metadata: Mapping[str, Any], tokens: list[str]) -> dict[str, Any
         if unknown:
             raise FormatError(
                 f"tokenizer.ggml.merges: {line!r} needs {unknown[0]!r}, which is no "
-                f"token"
+                "token"
             )
         merges.append(pair)
     return byte_level_parts(SPLITS[pre], vocab, merges)
@@ -219,11 +217,14 @@ def _sentencepiece(
         raise FormatError(f"tokenizer.ggml.tokens: no token for byte 0x{absent:02X}")
     has_prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)
     scheme = _text(metadata, "edgespec.tokenizer.prepend_scheme")
+    # Metaspace differs from a plain prefix after special tokens ("first") and in front
+    # of spaces (both); GGUF proper knows the plain prefix only.
+    is_metaspace = has_prefix and scheme in ("first", "always")
     normalizers: list[dict[str, Any]] = []
-    if has_prefix and scheme != "first":
+    if has_prefix:
         normalizers.append({"type": "Prepend", "prepend": SPACE})
     pattern = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
-    first = {"type": "Metaspace", "replacement": SPACE, "prepend_scheme": "first"}
+    metaspace = {"type": "Metaspace", "replacement": SPACE, "prepend_scheme": scheme}
     back: list[dict[str, Any]] = [
         {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
         {"type": "ByteFallback"},
@@ -231,12 +232,11 @@ def _sentencepiece(
     ]
     if has_prefix:
         back.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
-    is_first = has_prefix and scheme == "first"
     return {
         "normalizer": None
-        if is_first
+        if is_metaspace
         else {"type": "Sequence", "normalizers": [*normalizers, pattern]},
-        "pre_tokenizer": first | {"split": False} if is_first else None,
+        "pre_tokenizer": metaspace | {"split": False} if is_metaspace else None,
         "post_processor": None,
         "decoder": {"type": "Sequence", "decoders": back},
         "model": _bpe(

@@ -31,6 +31,7 @@ class Architecture:
     head: TensorSpec  # absent when tied to the embedding
     is_interleaved: bool  # GGUF pairs neighbouring q/k rows instead of halves
     hf_fixed: Mapping[str, tuple[Any, ...]]  # key -> values that mean what we compute
+    hf_defaults: Mapping[str, Mapping[str, Any]]  # model_type -> values of absent keys
     hf_buffers: tuple[str, ...]  # tensor name suffixes old checkpoints carry needlessly
     rms_eps: float  # when config.json leaves it out
     gguf_ignored: frozenset[
@@ -81,6 +82,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             "mlp_bias": (False, None),
             "rope_interleaved": (False, None),
         },
+        hf_defaults={"mistral": {"sliding_window": 4096, "num_key_value_heads": 8}},
         hf_buffers=("self_attn.rotary_emb.inv_freq",),
         rms_eps=1e-6,
         gguf_ignored=frozenset({"tensor_data_layout"}),

@@ -106,8 +106,7 @@ def _kind(weights: WeightSet, tensor: Tensor, quant: str | None) -> str:
     if tensor.shape[-1] % block:
         raise UnsupportedError(
             f"tensor {tensor.name!r}: rows of {tensor.shape[-1]} do not divide into "
-            f"{kind} "
-            f"blocks of {block}; use f16"
+            f"{kind} blocks of {block}; use f16"
         )
     return kind
 

@@ -222,7 +222,7 @@ def from_gguf(
     if kind not in ("none", "linear", "yarn"):
         raise UnsupportedError(
             f"{where}: RoPE scaling {kind!r} is not supported; known: none, linear, "
-            f"yarn"
+            "yarn"
         )
     is_scaled = kind == "yarn" or (kind == "linear" and factor != 1)
     if freq_factors is not None:
@@ -232,8 +232,8 @@ def from_gguf(
             )
         if freq_factors.shape != (head_dim // 2,):
             raise FormatError(
-                f"{where}: tensor 'rope_freqs': expected shape {(head_dim // 2,)}, "
-                f"got {freq_factors.shape}"
+                f"{where}: tensor 'rope_freqs': expected shape {(head_dim // 2,)}, got "
+                f"{freq_factors.shape}"
             )
         inv_freq = base_frequencies(theta, head_dim) / freq_factors.astype(np.float64)
         config = {"rope_type": "llama3", "rope_theta": theta}

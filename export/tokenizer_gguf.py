@@ -40,10 +40,11 @@ def metadata(
 ) -> Metadata:
     """Metadata "tokenizer.*" for a vocabulary padded to `vocab` rows of the embedding.
 
-    The pre-tokenizer is identified by its structure, not by a name. A SentencePiece
-    vocabulary that prefixes a space to the first word only ("first") cannot be told
-    apart from one that does so after every special token by llama.cpp; our own key
-    edgespec.tokenizer.prepend_scheme keeps the difference.
+    The pre-tokenizer is identified by its structure, not by a name. llama.cpp
+    prefixes a space at the start of a text and after every special token; vocabularies
+    that do so for the first word only ("first") or not in front of another space
+    ("first", "always") keep the difference under our own key
+    edgespec.tokenizer.prepend_scheme, which llama.cpp does not read.
 
     Raises UnsupportedError for tokenizers llama.cpp has no equal of, FormatError
     for more tokens than rows.
@@ -53,7 +54,7 @@ def metadata(
     if model.get("type") != "BPE":
         raise UnsupportedError(
             f"tokenizer.json: model {model.get('type')!r} is not supported; expected "
-            f"'BPE'"
+            "'BPE'"
         )
     made = Metadata()
     tokens, types = _vocabulary(data, vocab, has_bytes=bool(model.get("byte_fallback")))
@@ -92,9 +93,8 @@ def pre_tokenizer_name(data: Mapping[str, Any]) -> str:
         if same == looked_for:
             return name
     raise UnsupportedError(
-        f"tokenizer.json: no pre-tokenizer of llama.cpp known here cuts text by "
-        f"{list(steps)}"
-        f" with ignore_merges {ignore_merges} and normalizer {normalizers}"
+        "tokenizer.json: no pre-tokenizer of llama.cpp known here cuts text by "
+        f"{list(steps)} with ignore_merges {ignore_merges} and normalizer {normalizers}"
     )
 
 
@@ -164,15 +164,14 @@ def _sentencepiece(
         left + right for left, right in merges
     ] != [left + right for left, right in rebuilt]:
         raise UnsupportedError(
-            "tokenizer.json: its merges are not those a SentencePiece vocabulary "
-            "has, so "
-            "llama.cpp would cut text differently"
+            "tokenizer.json: its merges are not those a SentencePiece vocabulary has, "
+            "so llama.cpp would cut text differently"
         )
     has_prefix, scheme = _space_prefix(data)
     made.put(_PREFIX + "model", "llama", GGUFValueType.STRING)
     made.put(_PREFIX + "pre", "default", GGUFValueType.STRING)
     made.put(_PREFIX + "add_space_prefix", has_prefix, GGUFValueType.BOOL)
-    if scheme:
+    if scheme and has_prefix:
         made.put("edgespec.tokenizer.prepend_scheme", scheme, GGUFValueType.STRING)
     _array(made, "scores", scores, GGUFValueType.FLOAT32)
 
@@ -190,8 +189,8 @@ def _space_prefix(data: Mapping[str, Any]) -> tuple[bool, str | None]:
             is_replaced = part["content"] == SPACE
         elif part["type"] == "Metaspace" and not part.get("split", True):
             is_replaced = part.get("replacement") == SPACE
-            has_prefix = part.get("prepend_scheme", "always") != "never"
-            scheme = "first" if part.get("prepend_scheme") == "first" else None
+            scheme = part.get("prepend_scheme", "always")
+            has_prefix = scheme != "never"
         else:
             raise UnsupportedError(
                 f"tokenizer.json: step {dict(part)} with byte fallback"
@@ -228,7 +227,7 @@ def _vocabulary(
     if words and max(words) >= rows:
         raise FormatError(
             f"tokenizer.json has {max(words) + 1} tokens, the embedding only {rows} "
-            f"rows"
+            "rows"
         )
     # llama.cpp wants one token for every row.
     for i in range(rows):

@@ -103,7 +103,7 @@ def read(path: Path) -> WeightSet:
     if n_tokens > config.vocab:
         raise FormatError(
             f"{where}: {n_tokens} tokens, but the embedding has only {config.vocab} "
-            f"rows"
+            "rows"
         )
 
     def optional(key: str, kind: type) -> Any:
@@ -213,8 +213,7 @@ def _freq_factors(
     if info.kind != "F32" or len(info.shape) != 1:
         raise FormatError(
             f"{file.path}: tensor 'rope_freqs': expected a vector of F32, got "
-            f"{info.kind} "
-            f"{info.shape}"
+            f"{info.kind} {info.shape}"
         )
     return np.frombuffer(file.raw(info).tobytes(), np.float32)
 
@@ -264,9 +263,8 @@ def _config(
     window = metadata.get(prefix + "attention.sliding_window")
     if window and whole("attention.sliding_window") < context:
         raise UnsupportedError(
-            f"{where}: sliding window {window} is smaller than the context "
-            f"{context}; windows "
-            "are not supported"
+            f"{where}: sliding window {window} is smaller than the context {context}; "
+            "windows are not supported"
         )
     if "token_embd.weight" not in stored:
         raise FormatError(
@@ -276,8 +274,7 @@ def _config(
     if metadata.get(prefix + "vocab_size", vocab) != vocab:
         raise FormatError(
             f"{where}: {prefix}vocab_size {metadata[prefix + 'vocab_size']}, but the "
-            f"embedding "
-            f"has {vocab} rows"
+            f"embedding has {vocab} rows"
         )
     eps = metadata.get(prefix + "attention.layer_norm_rms_epsilon")
     if not isinstance(eps, float) or not 0 < eps < 1:

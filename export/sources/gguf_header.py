@@ -145,8 +145,7 @@ def _place(
         if shape[-1] % block:
             raise FormatError(
                 f"{path}: tensor {name!r}: rows of {shape[-1]} do not divide into "
-                f"{kind.name} "
-                f"blocks of {block}"
+                f"{kind.name} blocks of {block}"
             )
         n_bytes = block_bytes * (shape[-1] // block)
         for length in shape[:-1]:
@@ -158,9 +157,8 @@ def _place(
             )
         if start + offset + n_bytes > size:
             raise FormatError(
-                f"{path}: truncated: tensor {name!r} at offset {start + offset} "
-                f"needs {n_bytes} "
-                f"bytes, the file ends at {size}; fetch it again"
+                f"{path}: truncated: tensor {name!r} at offset {start + offset} needs "
+                f"{n_bytes} bytes, the file ends at {size}; fetch it again"
             )
         expected = offset + -(-n_bytes // alignment) * alignment
         found.append(TensorInfo(name, shape, kind.name, start + offset, n_bytes))
@@ -181,8 +179,7 @@ class _Cursor:
         if count * each > left:
             raise FormatError(
                 f"{self.path}: truncated or damaged: {what} at offset {self.offset} "
-                f"cannot fit in "
-                f"the {left} bytes that follow; fetch it again"
+                f"cannot fit in the {left} bytes that follow; fetch it again"
             )
 
     def take(self, n_bytes: int, what: str) -> bytes:

@@ -43,6 +43,9 @@ def read(directory: Path) -> WeightSet:
     where = str(directory / "config.json")
     check_types(config_json, where)
     arch = by_model_type(config_json, where)
+    config_json = (
+        dict(arch.hf_defaults.get(config_json["model_type"], {})) | config_json
+    )
     check_settings(arch, config_json, where)
     stored, paths = read_tensors(directory)
     stored = {k: v for k, v in stored.items() if not k.endswith(arch.hf_buffers)}
@@ -53,8 +56,7 @@ def read(directory: Path) -> WeightSet:
     if size > config.vocab:
         raise FormatError(
             f"{directory / 'tokenizer.json'}: {size} tokens, but the embedding has "
-            f"only "
-            f"{config.vocab} rows"
+            f"only {config.vocab} rows"
         )
     settings = _json(directory / "tokenizer_config.json", is_optional=True)
     generation = _json(directory / "generation_config.json", is_optional=True)
@@ -192,7 +194,7 @@ def _tokenizer(directory: Path) -> tuple[str, tokenizers.Tokenizer]:
     if not path.is_file():
         raise ModelNotFoundError(
             f"{path}: no such file; load the tokenizer with transformers and save it "
-            f"to get one"
+            "to get one"
         )
     try:
         text = path.read_text(encoding="utf-8")
@@ -229,7 +231,7 @@ def _special(
     if token is None:
         raise FormatError(
             f"{directory / 'tokenizer_config.json'}: {key} {text!r} is not in "
-            f"tokenizer.json"
+            "tokenizer.json"
         )
     return int(token)
 

@@ -20,6 +20,7 @@ _IGNORED = frozenset(
         "attn_implementation",
         "bos_token_id",
         "chat_template",
+        "chunk_size_feed_forward",
         "decoder_start_token_id",
         "do_sample",
         "dtype",
@@ -30,6 +31,7 @@ _IGNORED = frozenset(
         "id2label",
         "initializer_range",
         "is_decoder",
+        "is_encoder_decoder",
         "is_llama_config",
         "label2id",
         "max_length",
@@ -111,7 +113,7 @@ def check_settings(arch: Architecture, config: Mapping[str, Any], where: str) ->
         method = config["quantization_config"].get("quant_method", "unknown method")
         raise UnsupportedError(
             f"{where}: quantization_config ({method}): export the unquantised "
-            f"checkpoint"
+            "checkpoint"
         )
     for key, allowed in arch.hf_fixed.items():
         if config.get(key, allowed[0]) not in allowed:
@@ -125,10 +127,10 @@ def check_settings(arch: Architecture, config: Mapping[str, Any], where: str) ->
     window, limit = config.get("sliding_window"), config.get("max_position_embeddings")
     if window is not None and limit is not None and window < limit:
         raise UnsupportedError(
-            f"{where}: sliding_window {window} is smaller than "
-            f"max_position_embeddings {limit}: "
-            "attention would have to forget, which this version does not do; set "
-            f"max_position_embeddings to {window} to use the model within its window"
+            f"{where}: sliding_window {window} is smaller than max_position_embeddings "
+            f"{limit}: attention would have to forget, which this version does not do; "
+            f"set max_position_embeddings to {window} to use the model within its "
+            "window"
         )
     known = _IGNORED | _READ | set(arch.hf_fixed)
     unknown = {
@@ -137,6 +139,5 @@ def check_settings(arch: Architecture, config: Mapping[str, Any], where: str) ->
     if unknown:
         raise UnsupportedError(
             f"{where}: keys whose effect is not known: {', '.join(sorted(unknown))}; "
-            f"remove "
-            "those that do not change the forward pass"
+            "remove those that do not change the forward pass"
         )

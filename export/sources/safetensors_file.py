@@ -100,9 +100,8 @@ def _read_file(path: Path) -> dict[str, StoredTensor]:
     length = int.from_bytes(data[:8].tobytes(), "little")
     if length > min(size - 8, _MAX_HEADER):
         raise FormatError(
-            f"{path}: truncated or damaged: a header of {length} bytes at offset 8 "
-            f"in a file of "
-            f"{size}; fetch it again"
+            f"{path}: truncated or damaged: a header of {length} bytes at offset 8 in "
+            f"a file of {size}; fetch it again"
         )
     try:
         header = json.loads(data[8 : 8 + length].tobytes())
@@ -137,14 +136,12 @@ def _place(
         if start != expected or end - start != n_bytes:
             raise FormatError(
                 f"{path}: tensor {name!r}: expected bytes {expected} to "
-                f"{expected + n_bytes}, "
-                f"got {start} to {end}"
+                f"{expected + n_bytes}, got {start} to {end}"
             )
         if end > len(body):
             raise FormatError(
                 f"{path}: truncated: tensor {name!r} at data offset {start} needs "
-                f"{n_bytes} "
-                f"bytes, {max(0, len(body) - start)} are left; fetch it again"
+                f"{n_bytes} bytes, {max(0, len(body) - start)} are left; fetch it again"
             )
         expected = end
         found[name] = StoredTensor(path, name, kind, shape, body[start:end])

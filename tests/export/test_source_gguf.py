@@ -301,9 +301,11 @@ def test_wrong_metadata_types_never_get_through(
         try:
             made = gguf.read(tiny)
         except (FormatError, UnsupportedError) as error:
-            assert "tiny.gguf" in str(error)
+            message = str(error)
         else:
             assert np.isfinite(made.config.rope.inv_freq).all()
+            continue
+        assert "tiny.gguf" in message
 
 
 def test_c22_every_end_token_counts(tmp_path: Path) -> None:

@@ -167,9 +167,42 @@ def test_wrong_types_never_get_through(tmp_path: Path, value: Any) -> None:
         try:
             made = hf.read(path)
         except (FormatError, UnsupportedError) as error:
-            assert "hf" in str(error) or "RoPE" in str(error)
+            message = str(error)
         else:
             assert np.isfinite(made.config.rope.inv_freq).all()
+            continue
+        assert "hf" in message or "RoPE" in message
+
+
+@pytest.mark.parametrize("family", ["Llama", "Mistral"])
+def test_what_transformers_itself_saves_is_read(tmp_path: Path, family: str) -> None:
+    import transformers
+
+    path = checkpoints.hf_checkpoint(tmp_path / "hf")
+    settings = checkpoints.hf_config(rope="yarn")
+    for key in ("architectures", "model_type", "torch_dtype"):
+        del settings[key]
+    config = getattr(transformers, f"{family}Config")(**settings)
+    config.sliding_window = None
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    model.save_pretrained(path)
+    made = hf.read(path)
+    stored = model.state_dict()["model.layers.1.mlp.up_proj.weight"].numpy()
+    np.testing.assert_array_equal(made.tensors["blk.1.ffn_up"].load_f32(), stored)
+    # Older versions wrote every key there is.
+    whole = config.to_dict() | {"architectures": [f"{family}ForCausalLM"]}
+    (path / "config.json").write_text(json.dumps(whole))
+    assert hf.read(path).config.rope.kind == "yarn"
+
+
+def test_mistral_without_a_window_key_has_one(tmp_path: Path) -> None:
+    settings = {
+        "model_type": "mistral",
+        "architectures": ["MistralForCausalLM"],
+        "max_position_embeddings": 8192,
+    }
+    with pytest.raises(UnsupportedError, match="sliding_window 4096"):
+        hf.read(_changed(tmp_path, "config.json", **settings))
 
 
 def test_mistral_with_a_window_beyond_its_context_is_read(tmp_path: Path) -> None:

@@ -278,16 +278,19 @@ def test_sentencepiece_survives_the_way_back(has_prefix: bool, tmp_path: Path) -
     compare(tmp_path / "a.gguf", [Tokenizer.from_str(text), back], 300)
 
 
-def test_first_word_prefix_survives_under_our_own_key() -> None:
-    before = sentencepiece() | {"edgespec.tokenizer.prepend_scheme": "first"}
+@pytest.mark.parametrize("scheme", ["first", "always"])
+def test_metaspace_survives_under_our_own_key(scheme: str) -> None:
+    before = sentencepiece() | {"edgespec.tokenizer.prepend_scheme": scheme}
     text = tokenizer_gguf.tokenizer_json(before)
     words = Tokenizer.from_str(text)
     plain = Tokenizer.from_str(tokenizer_gguf.tokenizer_json(sentencepiece()))
-    joined = "the<|im_end|>the"
-    assert encode(words, joined, specials=True) != encode(plain, joined, specials=True)
-    assert encode(words, "the fox", specials=True) == (
-        encode(plain, "the fox", specials=True)
-    )
+    for joined, differs in (
+        ("the fox", False),
+        (" the fox", True),
+        ("the<|im_end|>the", scheme == "first"),
+    ):
+        ours, theirs = (encode(w, joined, specials=True) for w in (words, plain))
+        assert (ours != theirs) is differs
     after = export.metadata(
         text,
         vocab=len(before["tokenizer.ggml.tokens"]),
@@ -296,7 +299,7 @@ def test_first_word_prefix_survives_under_our_own_key() -> None:
         add_bos=True,
         chat_template=None,
     )
-    assert after["edgespec.tokenizer.prepend_scheme"] == "first"
+    assert after["edgespec.tokenizer.prepend_scheme"] == scheme
     assert json.loads(tokenizer_gguf.tokenizer_json(after)) == json.loads(text)
 
 
