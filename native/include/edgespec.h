@@ -108,8 +108,10 @@ ES_API double es_noise(uint64_t seed, uint64_t index, int32_t token);
 
 /* Processes one row in place: removed tokens become -INFINITY, the rest logits / temperature (raw
    penalised logits at temperature 0). history (n_history) is the sequence up to and including the
-   token this row was computed from. allowed is NULL or a bit set of (vocab) bits, bit t of byte
-   t / 8, a 0 removing the token before everything else. */
+   token this row was computed from. allowed is NULL or a bit set of (vocab) bits, bit t % 8 of byte
+   t / 8, a 0 removing the token before everything else. Tokens equal to the k-th largest logit all
+   stay, as in transformers; the nucleus of top-p takes the lowest id first among equals. After an
+   error the row's contents are undefined. */
 ES_API es_status es_sample_process(const es_sampling *sampling, const int32_t *history,
                                    size_t n_history, const uint8_t *allowed, float *logits,
                                    size_t vocab);
@@ -225,7 +227,8 @@ ES_API const int32_t *es_session_tokens(const es_session *session);  /* valid un
    the noise of a seed does not repeat: adds n to the index offset. */
 ES_API es_status es_session_evicted(es_session *session, uint64_t n);
 
-/* Starts a reply of at most max_new tokens. The sequence must not be empty. Copies the sampling. */
+/* Starts a reply of at most max_new >= 1 tokens (0 is the host's business: there is no round). The
+   sequence must not be empty. Copies the sampling; drops a proposal not used. */
 ES_API es_status es_generation_begin(es_session *session, const es_sampling *sampling,
                                      int64_t max_new);
 

@@ -20,6 +20,7 @@ enum { VOCAB = 8, LENGTH = 3, JOINT = VOCAB * VOCAB * VOCAB, SAMPLES = 200000, M
 typedef float (*draft_of)[VOCAB]; /* by the last token */
 
 static float target[VOCAB][VOCAB]; /* p of the next token by the last one */
+static float logits[VOCAB][VOCAB]; /* its logarithm */
 
 static void fill(float (*table)[VOCAB], uint64_t seed, float least, bool has_zeros)
 {
@@ -141,11 +142,10 @@ static void sample(method how, const draft_of draft, int32_t width, bool with_re
         es_tree tree;
         grow(&tree, history[n], draft, width, with_replacement, seed * 4 + (uint64_t)n);
         for (int32_t row = 0; row < tree.n; row++) {
-            memcpy(q + row * VOCAB, draft[tree.token[row]], sizeof(draft[0]));
-            for (int32_t t = 0; t < VOCAB; t++) {
-                float weight = target[tree.token[row]][t];
-                p[row * VOCAB + t] = how == COUPLED || how == PLAIN ? logf(weight) : weight;
-            }
+            int32_t last = tree.token[row];
+            bool is_raw = how == COUPLED || how == PLAIN;
+            memcpy(q + row * VOCAB, draft[last], sizeof(draft[last]));
+            memcpy(p + row * VOCAB, (is_raw ? logits : target)[last], sizeof(target[last]));
         }
         es_verdict verdict;
         if (how == PLAIN) {
@@ -177,6 +177,9 @@ static void run(method how, const draft_of draft, int32_t width, bool with_repla
     static int64_t joint[JOINT];
     static double joint_law[JOINT];
     double first_law[VOCAB];
+    for (int32_t i = 0; i < VOCAB * VOCAB; i++) {
+        logits[i / VOCAB][i % VOCAB] = logf(target[i / VOCAB][i % VOCAB]);
+    }
     memset(joint, 0, sizeof(joint));
     for (uint64_t i = 0; i < SAMPLES; i++) {
         int32_t tokens[LENGTH];
@@ -207,9 +210,9 @@ int main(void)
     run(PLAIN, other, 1, false, 1);
     run(NAIVE, other, 1, false, 2);
     for (uint64_t d = 0; d < 3; d++) {
-        run(REJECTION, drafts[d], 1, false, 3 + d);  /* chain */
-        run(REJECTION, drafts[d], 3, false, 6 + d);  /* tree without replacement */
-        run(REJECTION, drafts[d], 2, true, 9 + d);   /* tree with replacement */
+        run(REJECTION, drafts[d], 1, false, 3 + d); /* chain */
+        run(REJECTION, drafts[d], d == 1 ? 3 : 2, false, 6 + d); /* tree without replacement */
+        run(REJECTION, drafts[d], 2, true, 9 + d); /* tree with replacement */
     }
     run(REJECTION, target, 2, false, 12);            /* a perfect draft */
     run(COUPLED, one_hot, 1, false, 13);             /* children are a function of the context */
