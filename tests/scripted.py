@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.config import Speculation
+from edgespec.drafts.base import Drafter
 from edgespec.errors import ContextError
 from edgespec.session import Session
 from edgespec.targets.base import Capabilities
@@ -129,6 +130,7 @@ def scripted_session(
     answers: Mapping[str, str],
     *,
     speculation: Speculation | None = None,
+    drafter: Drafter | None = None,
     **target: Any,
 ) -> Session:
     """A session on a ScriptedTarget, greedy unless asked otherwise."""
@@ -140,4 +142,5 @@ def scripted_session(
         temperature=0.0,
         top_p=1.0,
         speculation=speculation,
+        drafter=drafter,
     )

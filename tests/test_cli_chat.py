@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import pty
 import select
+import signal
 import sys
 import textwrap
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -19,10 +20,10 @@ from prompt_toolkit.output import DummyOutput
 import edgespec
 from edgespec.cli.app import main
 from edgespec.cli.chat import Chat
-from edgespec.config import Sampling, Speculation
+from edgespec.config import Sampling
 from edgespec.conversation import Conversation, read_messages
 from edgespec.errors import ContextError, FormatError, UsageError
-from tests.scripted import ScriptedTarget, scripted_session
+from tests.scripted import scripted_session
 
 ANSWERS = {
     "hi": "hello",
@@ -57,7 +58,7 @@ def prompt_of(session) -> str:
     return bytes(session.target.rows).decode()
 
 
-# ---- one question ----------------------------------------------------------------------
+# ---- one question --------------------------------------------------------------------
 
 
 def test_question_prints_the_reply_alone(loads, capsys) -> None:
@@ -82,7 +83,7 @@ def test_failing_question_exits_with_1(monkeypatch, capsys) -> None:
     assert "8" in capsys.readouterr().err
 
 
-# ---- piped -----------------------------------------------------------------------------
+# ---- piped ---------------------------------------------------------------------------
 
 
 def test_every_line_is_a_turn(loads, monkeypatch, capsys) -> None:
@@ -120,7 +121,7 @@ def test_dropped_turns_are_announced(monkeypatch, capsys) -> None:
     assert "dropped" in err
 
 
-# ---- commands --------------------------------------------------------------------------
+# ---- commands ------------------------------------------------------------------------
 
 
 def test_reset_keeps_the_system_text(session, capsys) -> None:
@@ -290,7 +291,7 @@ def test_help_lists_every_command(chat, capsys) -> None:
         assert f"/{name}" in text
 
 
-# ---- a conversation that is stopped or fails -------------------------------------------
+# ---- a conversation that is stopped or fails -----------------------------------------
 
 
 def test_closing_a_reply_keeps_what_was_said(session) -> None:
@@ -316,7 +317,7 @@ def test_failing_turn_changes_nothing() -> None:
         conversation.set("seed", "-3")
 
 
-# ---- the terminal ----------------------------------------------------------------------
+# ---- the terminal --------------------------------------------------------------------
 
 
 def typed(chat: Chat, keys: str) -> None:
@@ -387,6 +388,9 @@ sys.exit(main(["chat", "m"]))
 """
 
 
+READY = "\x1b[?2004h"  # the prompt switched bracketed paste on: it reads keys
+
+
 class Terminal:
     """A child process on a pseudo-terminal."""
 
@@ -396,52 +400,72 @@ class Terminal:
             os.execvpe(sys.executable, [sys.executable, "-c", code], environment)
         self.seen = ""
 
-    def wait_for(self, text: str, seconds: float = 30.0) -> None:
-        end = time.monotonic() + seconds
-        while text not in self.seen:
-            left = end - time.monotonic()
-            assert left > 0, f"no {text!r} in {self.seen!r}"
-            if select.select([self.fd], [], [], left)[0]:
-                data = os.read(self.fd, 4096).decode("utf-8", "replace")
-                if "\x1b[6n" in data:  # asked where the cursor is
-                    os.write(self.fd, b"\x1b[1;1R")
-                self.seen += data
+    def wait_for(self, *texts: str) -> None:
+        """Until they were printed, in this order, since the last keys."""
+        end = time.monotonic() + 30.0
+        at = 0
+        for text in texts:
+            while (found := self.seen.find(text, at)) < 0:
+                left = end - time.monotonic()
+                assert left > 0, f"no {text!r} in {self.seen[at:]!r}"
+                self._read(left)
+            at = found + len(text)
+
+    def _read(self, seconds: float) -> bool:
+        """Takes what the child printed; False when it closed the terminal."""
+        if not select.select([self.fd], [], [], seconds)[0]:
+            return True
+        try:
+            data = os.read(self.fd, 4096).decode("utf-8", "replace")
+        except OSError:  # how Linux tells the end
+            return False
+        if "\x1b[6n" in data:  # asked where the cursor is
+            os.write(self.fd, b"\x1b[1;1R")
+        self.seen += data
+        return bool(data)
 
     def send(self, keys: str) -> None:
         self.seen = ""
         os.write(self.fd, keys.encode())
 
     def exit_code(self) -> int:
-        while True:
-            try:
-                if not os.read(self.fd, 4096):
-                    break
-            except OSError:
-                break
+        end = time.monotonic() + 30.0
+        while self._read(1.0):
+            assert time.monotonic() < end, f"still running: {self.seen!r}"
         _, status = os.waitpid(self.pid, 0)
-        os.close(self.fd)
+        self.pid = 0
         return os.waitstatus_to_exitcode(status)
+
+    def close(self) -> None:
+        if self.pid:
+            os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+        os.close(self.fd)
 
 
 def test_ctrl_c_stops_the_reply_and_keeps_the_chat(edgespec_home) -> None:
     root = str(Path(__file__).parent.parent)
     environment = {**os.environ, "TERM": "xterm", "EDGESPEC_HOME": str(edgespec_home)}
     environment.pop("NO_COLOR", None)
-    terminal = Terminal(textwrap.dedent(CHILD.format(root=root)), environment)
+    child = textwrap.dedent(CHILD.format(root=root))
+    with closing(Terminal(child, environment)) as terminal:
+        talk(terminal)
+
+
+def talk(terminal: Terminal) -> None:
     terminal.wait_for("/help lists commands")
-    terminal.wait_for("ngram")  # the status line before the first reply
+    terminal.wait_for("draft ngram", READY)  # the status line before the first reply
     terminal.send("hi\r")
-    terminal.wait_for("hello")
-    terminal.wait_for("tokens/round")  # the status line
+    terminal.wait_for("hello", READY, "tokens/round")
     terminal.send("/reset\r")
-    terminal.wait_for("forgotten")
+    terminal.wait_for("forgotten", READY)
     terminal.send("slow\r")
     terminal.wait_for("WAITING")
     terminal.send("\x03")
-    terminal.wait_for("stopped")
+    terminal.wait_for("stopped", READY)
     terminal.send("/reset\r")
-    terminal.wait_for("forgotten")
+    terminal.wait_for("forgotten", READY)
     terminal.send("hi\r")
-    terminal.wait_for("hello")
+    terminal.wait_for("hello", READY)
     terminal.send("\x04")
     assert terminal.exit_code() == 0

@@ -18,7 +18,8 @@ from edgespec.errors import UsageError
 
 if TYPE_CHECKING:
     from edgespec.session import Session
-    from edgespec.verification import Run, Summary
+    from edgespec.verification import Run
+    from edgespec.verification_report import Summary
 
 MAX_TOKENS = 128
 SEED = 1
@@ -73,7 +74,8 @@ def command(
 
     Example: edgespec verify smollm2-135m --temperature 0.8 --seed 1 --seed 2
     """
-    from edgespec.verification import read_prompts, report, summarise, verify
+    from edgespec.verification import read_prompts, verify
+    from edgespec.verification_report import report, summarise
 
     if seed and temperature == 0:
         raise UsageError("--seed: has no effect at --temperature 0; leave one out")
@@ -132,7 +134,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def _lines(session: Session, runs: list[Run]) -> list[str]:
-    from edgespec.verification import by_subtask, summarise
+    from edgespec.verification_report import by_subtask, summarise
 
     invariant = session.target.capabilities.row_invariant
     lines = [
