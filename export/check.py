@@ -1,8 +1,8 @@
-"""An exported container against its source: per-tensor error, KL and top-1 on a fixed text.
+"""An exported container against its source: tensor errors, KL and top-1 on a text.
 
-A container fails above `MAX_KL` of its quantisation. The KL of a kept or 8-bit source is that
-of int8 activations; the 4-bit limits leave room for models that quantise badly, and still
-stop one whose layout is wrong, which lands above 5.
+A container fails above `MAX_KL` of its quantisation. The KL of a kept or 8-bit source
+is that of int8 activations; the 4-bit limits leave room for models that quantise badly,
+and still stop one whose layout is wrong, which lands above 5.
 """
 
 from __future__ import annotations
@@ -46,9 +46,10 @@ class Check:
 def windows(
     weights: WeightSet, text: str | None = None, limit: int | None = None
 ) -> NDArray[np.int64]:
-    """Token ids (w, n) of the text, n = 512 or the model's limit; a remainder is dropped.
+    """Token ids (w, n) of the text, n = 512 or the model's limit.
 
-    A text shorter than one window is one row. `limit` cuts the number of tokens.
+    A remainder is dropped; a text shorter than one window is one row. `limit` cuts the
+    number of tokens.
     """
     tokenizer = Tokenizer.from_str(weights.tokenizer_json)
     if text is None:
@@ -158,16 +159,17 @@ def require(
         worst = sorted(check.errors.items(), key=lambda item: -item[1])[:3]
         tensors = ", ".join(f"{name} {error:.1%}" for name, error in worst) or "none"
         raise FormatError(
-            f"target.{container}: mean KL against the source is {check.kl:.4g}, at most "
-            f"{allowed:g} allowed (top-1 {check.top1:.1%}); largest tensor errors: "
-            f"{tensors}. Choose a finer --quant, or --no-check to export it regardless"
+            f"target.{container}: mean KL against the source is {check.kl:.4g}, "
+            f"at most {allowed:g} allowed (top-1 {check.top1:.1%}); largest tensor "
+            f"errors: {tensors}. Choose a finer --quant, or --no-check to export it "
+            "regardless"
         )
 
 
 def compare(
     expected: NDArray[np.float32], got: NDArray[np.float32]
 ) -> tuple[NDArray[np.float64], NDArray[np.bool_], NDArray[np.int64]]:
-    """Of logits (n, vocab): KL per row, whether the argmaxes agree, and got's argmaxes."""
+    """Of logits (n, vocab): KL and agreement of argmaxes by row, and got's argmaxes."""
     a = expected - expected.max(axis=1, keepdims=True)
     b = got - got.max(axis=1, keepdims=True)
     weight = np.exp(a)

@@ -1,7 +1,7 @@
 """The model in plain numpy float32: the truth the exported graphs are held against.
 
-Written from the weight set alone and sharing nothing with the writers: prefill only, no KV
-cache, any visibility mask. One layer's weights are in memory at a time.
+Written from the weight set alone and sharing nothing with the writers: prefill only, no
+KV cache, any visibility mask. One layer's weights are in memory at a time.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ def hidden_states(
     taps: Sequence[int] = (),
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[NDArray[np.float32], dict[int, NDArray[np.float32]]]:
-    """Final-norm output (b, n, hidden) of token rows (b, n), and the tapped states by index.
+    """Final-norm output (b, n, hidden) of tokens (b, n), and tapped states by index.
 
     Args:
         positions: (n,) rotary positions; default 0..n-1.
         visible: (n, n), row = query; default lower triangle.
-        taps: as in transformers' hidden_states: 0 = embedding, n_layers = the final norm's output.
+        taps: as in transformers' hidden_states: 0 = embedding, n_layers = the final
+            norm's output.
         progress: called with (layers done, layers in all).
     """
     config = weights.config
@@ -70,7 +71,8 @@ def hidden_states(
 
 def logits(weights: WeightSet, hidden: NDArray[np.float32]) -> NDArray[np.float32]:
     """Head on final-norm rows (..., hidden): (..., vocab)."""
-    return hidden @ head(weights).T
+    product: NDArray[np.float32] = hidden @ head(weights).T
+    return product
 
 
 def head(weights: WeightSet) -> NDArray[np.float32]:
@@ -83,13 +85,15 @@ def _rms_norm(
     x: NDArray[np.float32], weight: NDArray[np.float32], eps: float
 ) -> NDArray[np.float32]:
     mean = np.mean(x * x, axis=-1, keepdims=True)
-    return x / np.sqrt(mean + np.float32(eps)) * weight
+    normed: NDArray[np.float32] = x / np.sqrt(mean + np.float32(eps)) * weight
+    return normed
 
 
 def _heads(x: NDArray[np.float32], count: int) -> NDArray[np.float32]:
     """(b, n, count * d) -> (b, count, n, d)."""
     batch, n, width = x.shape
-    return x.reshape(batch, n, count, width // count).transpose(0, 2, 1, 3)
+    heads: NDArray[np.float32] = x.reshape(batch, n, count, width // count)
+    return heads.transpose(0, 2, 1, 3)
 
 
 def _rotation(
@@ -120,7 +124,7 @@ def _attend(
     v: NDArray[np.float32],
     bias: NDArray[np.float32],
 ) -> NDArray[np.float32]:
-    """Softmax attention, q (b, heads, n, d) over k and v (b, kv, n, d): (b, n, heads * d)."""
+    """Attention of q (b, heads, n, d) over k, v (b, kv, n, d): (b, n, heads * d)."""
     batch, n_heads, n, width = q.shape
     group = n_heads // k.shape[1]
     mixed = np.empty((batch, n, n_heads, width), np.float32)

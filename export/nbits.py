@@ -1,8 +1,9 @@
-"""Weights in the block format of ONNX Runtime's MatMulNBits: 4 or 8 bits, a scale per block."""
+"""Weights as ONNX Runtime's MatMulNBits takes them: 4 or 8 bits, a scale per block."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,17 +14,17 @@ from edgespec_export import quantize
 BLOCK = 32
 BLOCK_SIZES = (16, 32, 64, 128, 256)  # others give silent zeros in ONNX Runtime
 
-# An 8-bit zero point costs a fifth of the speed at 8 rows; it has to buy this much error.
+# Zero points cost a fifth of the speed at 8 rows; this much error they have to buy.
 _ZERO_POINT_GAIN = 0.75
 
 
 @dataclass(frozen=True, slots=True)
 class NBits:
-    """A matrix (rows, cols), value = scale * (code - zero) + offset per block of columns.
+    """A matrix (rows, cols): scale * (code - zero) + offset, each per block of columns.
 
-    Codes lie in `packed` in column order, a 4-bit pair with the even column in the low half.
-    Without `zeros` the zero is 8 (4-bit) or 128 (8-bit). `offsets` is no part of MatMulNBits:
-    the graph adds it as a product with the sums of each input block.
+    Codes lie in `packed` in column order, a 4-bit pair with the even column in the low
+    half. Without `zeros` the zero is 8 (4-bit) or 128 (8-bit). `offsets` is no part of
+    MatMulNBits: the graph adds it as a product with the sums of each input block.
     """
 
     bits: int
@@ -60,7 +61,7 @@ class NBits:
 
 
 def check_block(block: int, cols: int, name: str) -> None:
-    """Raises UnsupportedError when a row of `cols` inputs cannot be cut into such blocks."""
+    """Raises UnsupportedError when rows of `cols` inputs do not divide into blocks."""
     if block not in BLOCK_SIZES:
         allowed = ", ".join(map(str, BLOCK_SIZES))
         raise UnsupportedError(
@@ -68,7 +69,7 @@ def check_block(block: int, cols: int, name: str) -> None:
         )
     if cols % block:
         raise UnsupportedError(
-            f"{name}: rows of {cols} do not divide into blocks of {block}; export as f16"
+            f"{name}: rows of {cols} do not divide into blocks of {block}; use f16"
         )
 
 
@@ -76,8 +77,9 @@ def concat(parts: list[NBits]) -> NBits:
     """Rows of several matrices with the same columns and form, one below the other."""
     first = parts[0]
 
-    def join(arrays: list[NDArray | None]) -> NDArray | None:
-        return None if arrays[0] is None else np.concatenate(arrays)  # type: ignore[arg-type]
+    def join(arrays: list[NDArray[Any] | None]) -> NDArray[Any] | None:
+        present = [array for array in arrays if array is not None]
+        return np.concatenate(present) if present else None
 
     return NBits(
         first.bits,
@@ -101,13 +103,13 @@ def is_same_form(a: NBits, b: NBits) -> bool:
 
 
 def from_ggml(kind: str, raw: NDArray[np.uint8]) -> NBits:
-    """The same numbers, exactly, for Q4_0, Q4_1 and Q8_0 rows (rows, bytes of a row)."""
+    """The same numbers for Q4_0, Q4_1 and Q8_0 bytes (rows, bytes of a row)."""
     fields = quantize.split_blocks(kind, raw)
     scales = fields.scales.astype(np.float32)
     if kind == "Q8_0":
         packed = (fields.codes.astype(np.int16) + 128).astype(np.uint8)
         return NBits(8, BLOCK, packed, scales, None, None)
-    packed = pack4(fields.codes)
+    packed = pack4(fields.codes.view(np.uint8))
     if fields.mins is None:
         return NBits(4, BLOCK, packed, scales, None, None)
     # d * q + m = d * (q - 8) + (m + 8 d)
@@ -117,7 +119,8 @@ def from_ggml(kind: str, raw: NDArray[np.uint8]) -> NBits:
 
 def pack4(codes: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Codes 0..15 (..., block) as pairs (..., block / 2)."""
-    return codes[..., 0::2] | (codes[..., 1::2] << 4)
+    pairs: NDArray[np.uint8] = codes[..., 0::2] | (codes[..., 1::2] << np.uint8(4))
+    return pairs
 
 
 def quantize8(values: NDArray[np.float32], block: int = BLOCK) -> NBits:

@@ -1,4 +1,4 @@
-"""Attention over shared KV buffers with a tree of new rows: one fused op, or standard ops."""
+"""Attention of a tree of new rows over shared KV buffers: fused, or in plain ops."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def rope_tables(
     return cos.astype(np.float32), sin.astype(np.float32)
 
 
-class _Attention:
+class Attention:
     """What both kinds share: positions, KV names, the additive bias of the tree."""
 
     def __init__(self, ops: Ops, config: ModelConfig) -> None:
@@ -50,6 +50,10 @@ class _Attention:
         self.cos = ops.store.add("rope.cos", cos)
         self.sin = ops.store.add("rope.sin", sin)
 
+    def __call__(self, layer: int, qkv: str) -> str:
+        """[n, q | k | v] -> [n, heads * head_dim]."""
+        raise NotImplementedError
+
     def _buffers(self, layer: int) -> tuple[str, str, str, str]:
         names = []
         for direction, values in (("past", self.inputs), ("present", self.outputs)):
@@ -61,8 +65,11 @@ class _Attention:
         return names[0], names[1], names[2], names[3]
 
 
-class GroupQueryAttention(_Attention):
-    """com.microsoft GroupQueryAttention: rotates, writes the buffers, masks by index and bias."""
+class GroupQueryAttention(Attention):
+    """com.microsoft GroupQueryAttention: rotates, writes the buffers, masks.
+
+    On the very first forward (past_len 0) it numbers rows by index: chains only there.
+    """
 
     def __init__(self, ops: Ops, config: ModelConfig) -> None:
         super().__init__(ops, config)
@@ -101,8 +108,8 @@ class GroupQueryAttention(_Attention):
         return ops.node("Squeeze", [mixed, self._axis0])
 
 
-class ExplicitAttention(_Attention):
-    """Standard ops only; the whole buffer is the present, new rows scattered into it."""
+class ExplicitAttention(Attention):
+    """Plain ops; the present is the whole buffer, new rows scattered into it."""
 
     def __init__(self, ops: Ops, config: ModelConfig) -> None:
         super().__init__(ops, config)
@@ -154,7 +161,7 @@ class ExplicitAttention(_Attention):
         ops.node("Split", [both, sizes], outputs=[q, k], axis=1)
         key = self._write(past_key, k, present_key)  # [1, kv, total, d]
         value = self._write(past_value, self._by_heads(v, kv), present_value)
-        # the heads of a group share their keys: [1, kv, group * n, d] x [1, kv, total, d]
+        # heads of a group share keys: [1, kv, group * n, d] x [1, kv, d, total]
         q = ops.node("Reshape", [q, ops.store.constant("by_kv", [1, kv, -1, width])])
         turned = ops.node("Transpose", [key], perm=[0, 1, 3, 2])
         scores = ops.node("MatMul", [q, turned])
@@ -169,7 +176,7 @@ class ExplicitAttention(_Attention):
         return ops.node("Reshape", [mixed, ops.store.constant("flat", [0, -1])])
 
     def _softmax_times(self, scores: str, value: str) -> str:
-        """softmax(scores [1, heads, n, total]) times value [1, kv, total, d], by kv head.
+        """softmax(scores [1, heads, n, total]) times value [1, kv, total, d].
 
         Masked entries are exact zeros in both sums, and the sums do not depend on where
         the zeros lie: the product runs over keys in order, the divisor is summed in

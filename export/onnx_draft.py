@@ -1,13 +1,15 @@
 """A draft as an ONNX graph that carries its static tree: n-gram lookup in standard ops.
 
 Input `ids` int64 [t], the whole sequence, its last token not yet in the target's KV.
-Outputs: draft_tokens int64 [n] (row 0 echoes the root), and the constants tree_parent int32
-[n], tree_mask bool [n,n], tree_depth int64 [n], ready for the target graph's inputs.
+Outputs: draft_tokens int64 [n] (row 0 echoes the root), and the constants tree_parent
+int32 [n], tree_mask bool [n,n], tree_depth int64 [n], ready for the target graph's
+inputs.
 
-The tree is a chain of three and one branch beside its first token. The chain continues the
-latest earlier place where the last two tokens stood, else the last one; a continuation that
-reaches the end goes round again. The branch is the latest other continuation. Where nothing
-matches stand the root itself and a fallback token: wrong drafts cost rows, never tokens.
+The tree is a chain of three and one branch beside its first token. The chain continues
+the latest earlier place where the last two tokens stood, else the last one; one that
+reaches the end goes round again. The branch is the latest other continuation. Where
+nothing matches stand the root itself and a fallback token: wrong drafts cost rows,
+never tokens.
 """
 
 from __future__ import annotations

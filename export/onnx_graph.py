@@ -1,10 +1,13 @@
 """The target as an ONNX graph that verifies a token tree against shared KV buffers.
 
-Inputs: input_ids int64 [1,n]; tree_mask bool [n,n] (row = query, diagonal set); tree_depth int64
-[n]; past_len int64 [1]; logit_rows int64 [m]; past_key_i, past_value_i float32 [1,kv,S,d].
-Outputs: logits float32 [1,m,vocab]; hidden float32 [1,n,hidden] after the final norm; tap_k
-float32 [1,n,hidden] on request; present_key_i, present_value_i, to be bound to the same memory
-as the pasts. Rows must come parents first. Row r sits at position past_len + tree_depth[r].
+Inputs: input_ids int64 [1,n]; tree_mask bool [n,n] (row = query, diagonal set);
+tree_depth int64 [n]; past_len int64 [1]; logit_rows int64 [m]; past_key_i, past_value_i
+float32 [1,kv,S,d].
+
+Outputs: logits float32 [1,m,vocab]; hidden float32 [1,n,hidden] after the final norm;
+tap_k float32 [1,n,hidden] on request; present_key_i, present_value_i, to be bound to
+the same memory as the pasts. Rows must come parents first. Row r sits at position
+past_len + tree_depth[r].
 """
 
 from __future__ import annotations
@@ -20,13 +23,20 @@ from onnx import TensorProto, helper
 
 from edgespec.errors import UnsupportedError, UsageError
 from edgespec_export import nbits, onnx_weights
-from edgespec_export.onnx_attention import ExplicitAttention, GroupQueryAttention
+from edgespec_export.onnx_attention import (
+    Attention,
+    ExplicitAttention,
+    GroupQueryAttention,
+)
 from edgespec_export.onnx_ops import Ops
 from edgespec_export.onnx_store import Store
 from edgespec_export.onnx_weights import Matrix
 from edgespec_export.weights import WeightSet
 
-ATTENTIONS = {"gqa": GroupQueryAttention, "explicit": ExplicitAttention}
+ATTENTIONS: dict[str, type[Attention]] = {
+    "gqa": GroupQueryAttention,
+    "explicit": ExplicitAttention,
+}
 DEFAULT_ATTENTION = "gqa"
 INPUTS_VERSION = 1
 _OPSET = 20
@@ -35,7 +45,7 @@ _IR_VERSION = 10
 
 @dataclass(frozen=True, slots=True)
 class GraphReport:
-    """What was written: matrices by form, the reason of each form, bytes of all files."""
+    """What was written: matrices by form, why each form, bytes of all files."""
 
     counts: dict[str, int]
     notes: tuple[str, ...]
@@ -54,16 +64,17 @@ def write(
     block: int = nbits.BLOCK,
     progress: Callable[[int, int], None] | None = None,
 ) -> GraphReport:
-    """Writes `path` and, above 1 MB, `path`.data beside it; nothing stays after an error.
+    """Writes `path` and, above 1 MB, `path`.data; nothing stays after an error.
 
     Args:
         quant: q4_0, q4_1, q8_0, f16 or None to keep what the source holds.
         attention: "gqa" (one fused op) or "explicit" (standard ops).
-        taps: hidden_states indices to output, 0 = embedding, n_layers = the final norm's output.
+        taps: hidden_states indices to output, 0 = embedding, n_layers = the final
+            norm's output.
         accuracy_level: of MatMulNBits; 4 computes in int8, 0 in float.
         progress: called with (layers done, layers in all).
-    Raises UsageError on a tap or attention that does not exist, UnsupportedError on shapes and
-    types the graph cannot hold.
+    Raises UsageError on a tap or attention that does not exist, UnsupportedError on
+    shapes and types the graph cannot hold.
     """
     taps = tuple(taps)
     if attention not in ATTENTIONS:
@@ -172,7 +183,7 @@ class _Graph:
         return model
 
     def _embedding(self, ids: str) -> tuple[str, str]:
-        """Head name and embedded rows; a tied head shares the embedding's initialisers."""
+        """Head's name and embedded rows; a tied head shares the embedding's weights."""
         table = self._matrix("token_embd")
         self.ops.add_matrix("embedding", table)
         x = self.ops.embed(ids, "embedding")

@@ -1,6 +1,7 @@
-"""Building blocks of the exported graphs: each method adds nodes and returns a value's name.
+"""Building blocks of the exported graphs: methods add nodes and return a value's name.
 
-Activations are float32 [n, width] throughout; the batch axis appears only where an op needs it.
+Activations are float32 [n, width] throughout; the batch axis appears only where an op
+needs it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
-from edgespec_export.nbits import NBits
 from edgespec_export.onnx_store import Store
 from edgespec_export.onnx_weights import Matrix
 
@@ -23,7 +23,6 @@ class Ops:
         self.store = store
         self.accuracy_level = accuracy_level
         self.nodes: list[onnx.NodeProto] = []
-        self._matrices: dict[str, NBits | np.ndarray[Any, Any] | tuple[Any, ...]] = {}
         self._forms: dict[str, _Form] = {}
         self._block_sums: dict[tuple[str, int], str] = {}
         self._count = 0
@@ -58,8 +57,6 @@ class Ops:
         self._count += 1
         return f"{stem}_{self._count}"
 
-    # norms ---------------------------------------------------------------------------------
-
     def rms_norm(self, x: str, weight: str, eps: float) -> str:
         """x / sqrt(mean(x^2) + eps) * weight."""
         return self.node(
@@ -90,8 +87,6 @@ class Ops:
         self.node("Split", [both], outputs=[gate, up], axis=-1, num_outputs=2)
         open_ = self.node("Sigmoid", [gate])
         return self.node("Mul", [self.node("Mul", [gate, open_]), up])
-
-    # matrices ------------------------------------------------------------------------------
 
     def add_matrix(self, name: str, matrix: Matrix) -> None:
         """Stores the initialisers of a matrix under its name."""
@@ -183,7 +178,7 @@ class Ops:
         return self.node("Reshape", [values, flat])
 
     def _unpack(self, codes: str, block: int) -> str:
-        """Pairs [n, blocks, block / 2] -> codes [n, blocks, block], even column first."""
+        """Pairs [n, blocks, block / 2] -> codes [n, blocks, block], low half first."""
         last = self.shared("axis_last", -1)
         mask = self.store.constant("mask_15", 15, np.uint8)
         four = self.store.constant("shift_4", 4, np.uint8)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -15,7 +16,7 @@ _INLINE_MODEL = 1 << 20  # bytes; a model below this is one file
 
 
 class Store:
-    """Collects initialisers; big ones go to `path` as they come and never pile up in memory."""
+    """Collects initialisers; big ones go to `path` at once, not into memory."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -23,7 +24,7 @@ class Store:
         self._names: set[str] = set()
         self._file = path.open("wb")
 
-    def add(self, name: str, array: NDArray) -> str:
+    def add(self, name: str, array: NDArray[Any]) -> str:
         """Stores an array under a name that must be new; returns the name."""
         if name in self._names:
             raise ValueError(f"initialiser {name} stored twice")

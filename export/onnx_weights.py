@@ -36,7 +36,7 @@ class Matrix:
         if self.nbits is not None:
             return self.nbits.shape
         assert self.values is not None
-        return self.values.shape  # type: ignore[return-value]
+        return self.values.shape
 
     def dequantize(self) -> NDArray[np.float32]:
         """The numbers the graph computes with."""
@@ -49,9 +49,10 @@ class Matrix:
 def prepare(tensor: Tensor, quant: str | None, *, block: int = nbits.BLOCK) -> Matrix:
     """The form of one matrix under `--quant` (None = what the source deserves).
 
-    Source blocks that MatMulNBits can hold are kept exactly; other quantised types become 8-bit,
-    whose rounding is far below that of the source; floats stay floats. Under a quant, floats are
-    first put into ggml blocks, so that both containers carry the same numbers.
+    Source blocks that MatMulNBits can hold are kept exactly; other quantised types
+    become 8-bit, whose rounding is far below that of the source; floats stay floats.
+    Under a quant, floats are first put into ggml blocks, so that both containers carry
+    the same numbers.
     """
     kind = quantize.kind_for(tensor.name, tensor.shape, quant, tensor.kind)
     if kind in FLOATS:

@@ -1,4 +1,4 @@
-"""A checkpoint in, a bundle out: read, write the containers, check them, publish at once."""
+"""A checkpoint in, a bundle out: read, write the containers, check them, publish."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ def export(
     check_tokens: int | None = None,
     max_kl: float | None = None,
 ) -> Bundle:
-    """Exports a .gguf file or a Hugging Face checkpoint directory into the bundle `out`.
+    """Exports a .gguf file or a Hugging Face checkpoint directory as the bundle `out`.
 
-    Everything is written beside `out` and renamed at the end: after an error, Ctrl-C or a
-    full disk there is nothing new, and a bundle that `out` was before is as it was.
+    Everything is written beside `out` and renamed at the end: after an error, Ctrl-C or
+    a full disk there is nothing new, and a bundle that `out` was before is as it was.
 
     Args:
         formats: "gguf", "onnx" or both.
@@ -280,7 +280,8 @@ def _check_out(out: Path, source: Path) -> None:
         raise UsageError(f"{out}: the source lies inside; choose another directory")
     if out.is_dir() and any(out.iterdir()) and not (out / MANIFEST).is_file():
         raise UsageError(
-            f"{out}: exists and is not a bundle (no {MANIFEST}); choose another directory"
+            f"{out}: exists and is not a bundle (no {MANIFEST}); "
+            "choose another directory"
         )
 
 

@@ -1,7 +1,8 @@
 """ggml block formats: the codes with the least squared error, and back.
 
-Layouts as in ggml: Q4_0 = scale f16, 16 bytes (element i low half, i + 16 high half), codes
-minus 8; Q4_1 = scale f16, minimum f16, 16 bytes; Q8_0 = scale f16, 32 signed bytes.
+Layouts as in ggml: Q4_0 = scale f16, 16 bytes (element i low half, i + 16 high half),
+codes minus 8; Q4_1 = scale f16, minimum f16, 16 bytes; Q8_0 = scale f16, 32 signed
+bytes.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class Blocks:
 def kind_for(name: str, shape: tuple[int, ...], quant: str | None, kind: str) -> str:
     """ggml type a tensor of type `kind` gets under `--quant`; both writers ask here.
 
-    Vectors stay float. The embedding doubles as the head, where 4 bits cost most: 8 bits there.
+    Vectors stay float. The embedding doubles as the head, where 4 bits cost most: 8
+    bits there.
     """
     if len(shape) == 1:
         return "F32"
@@ -50,9 +52,9 @@ def kind_for(name: str, shape: tuple[int, ...], quant: str | None, kind: str) ->
 def quantize(kind: str, values: NDArray[np.float32]) -> NDArray[np.uint8]:
     """Rows (rows, cols) float32 as ggml bytes (rows, bytes of a row).
 
-    Q4_0, Q4_1 and Q8_0 search scale (and minimum) for the least squared error of each block of
-    32; no block ends up worse than under ggml's own rounding. Raises UnsupportedError for other
-    types and for rows that are no multiple of 32.
+    Q4_0, Q4_1 and Q8_0 search scale (and minimum) for the least squared error of each
+    block of 32; no block ends up worse than under ggml's own rounding. Raises
+    UnsupportedError for other types and for rows that are no multiple of 32.
     """
     rows, cols = values.shape
     if kind == "F32":
@@ -76,7 +78,7 @@ def quantize(kind: str, values: NDArray[np.float32]) -> NDArray[np.uint8]:
         packed = _pack_q4_1(blocks)
     elif kind == "Q4_0":
         codes, scales, _ = search_symmetric(blocks, -8, 7, half=True)
-        packed = np.concatenate([_bytes(scales), _nibbles(codes + 8)], axis=1)
+        packed = np.concatenate([_bytes(scales), _nibbles(codes + np.int8(8))], axis=1)
     else:
         codes, scales, _ = search_symmetric(blocks, -127, 127, half=True)
         packed = np.concatenate([_bytes(scales), codes.view(np.uint8)], axis=1)
@@ -84,7 +86,7 @@ def quantize(kind: str, values: NDArray[np.float32]) -> NDArray[np.uint8]:
 
 
 def dequantize(kind: str, raw: NDArray[np.uint8], cols: int) -> NDArray[np.float32]:
-    """ggml bytes (rows, bytes of a row) as float32 (rows, cols), any type gguf-py knows."""
+    """float32 (rows, cols) of ggml bytes (rows, bytes of a row), any gguf-py type."""
     kind_id = gguf.GGMLQuantizationType[kind]
     raw = np.ascontiguousarray(raw)
     if kind == "F32":
@@ -121,8 +123,9 @@ def search_symmetric(
 ) -> tuple[NDArray[np.int8], NDArray[np.float32], NDArray[np.float32]]:
     """Codes low..high, scales and squared errors of blocks (n, size).
 
-    `half` keeps scales to what float16 holds. The scale may be negative: the code range reaches
-    one further down than up, and the largest weight decides which side needs it.
+    `half` keeps scales to what float16 holds. The scale may be negative: the code range
+    reaches one further down than up, and the largest weight decides which side needs
+    it.
     """
     count, size = blocks.shape
     codes = np.empty((count, size), np.int8)
@@ -197,7 +200,8 @@ def _affine(
     width = (high - low) / np.float32(15)
     total = x.sum(axis=1)
     best = (width, low, np.full_like(low, np.inf))
-    # ggml's own line first, so that nothing can come out worse than it; then shorter ones
+    # ggml's own line first, so that nothing can come out worse than it; then shorter
+    # ones
     # that keep the low end, the middle or the high end of the range
     starts = [(width, low), (width * np.float32(1.04), low - np.float32(0.3) * width)]
     for shrink in _SHRINK_AFFINE:
@@ -270,6 +274,7 @@ def _bytes(values: NDArray[np.float32]) -> NDArray[np.uint8]:
     return values.astype(np.float16)[:, None].view(np.uint8)
 
 
-def _nibbles(codes: NDArray[np.float32]) -> NDArray[np.uint8]:
-    codes = codes.astype(np.uint8)
-    return codes[:, :16] | (codes[:, 16:] << 4)
+def _nibbles(codes: NDArray[np.int8] | NDArray[np.float32]) -> NDArray[np.uint8]:
+    whole = codes.astype(np.uint8)
+    pairs: NDArray[np.uint8] = whole[:, :16] | (whole[:, 16:] << np.uint8(4))
+    return pairs

@@ -1,9 +1,10 @@
-"""What the source itself answers on the check text: transformers' own model, or ours in numpy.
+"""What the source itself answers on the check text: transformers' own model, or ours in
+numpy.
 
-With the reference extra installed, a Hugging Face checkpoint is loaded by the class that
-optimum's task lookup names for it. Optimum's ONNX exporter is not used: it is a separate
-package (optimum-onnx) that, as of its release 0.1.0, requires transformers < 4.58 and so
-cannot stand beside the one that reads current checkpoints.
+With the reference extra installed, a Hugging Face checkpoint is loaded by the class
+that optimum's task lookup names for it. Optimum's ONNX exporter is not used: it is a
+separate package (optimum-onnx) that, as of its release 0.1.0, requires transformers <
+4.58 and so cannot stand beside the one that reads current checkpoints.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ class Reference:
 
     def logits(self, window: int, rows: slice) -> NDArray[np.float32]:
         """Logits (rows, vocab) of some rows of a window."""
-        return self.hidden[window, rows] @ self.head.T
+        product: NDArray[np.float32] = self.hidden[window, rows] @ self.head.T
+        return product
 
 
 def of_source(

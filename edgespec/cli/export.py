@@ -16,7 +16,8 @@ def command(
         Path,
         typer.Argument(
             metavar="SOURCE",
-            help="A .gguf file (of shards, any one) or a Hugging Face checkpoint directory.",
+            help="A .gguf file (of shards, any one) or a Hugging Face checkpoint "
+            "directory.",
         ),
     ],
     out: Annotated[

@@ -1,4 +1,4 @@
-"""A host with nothing but ONNX Runtime: wires a draft graph to a target graph, greedily.
+"""A host with nothing but ONNX Runtime: wires a draft graph to a target graph.
 
 Run as: python host_loop.py TARGET DRAFT|- N ID,ID,...; prints {"tokens", "forwards"}.
 """

@@ -86,7 +86,8 @@ def test_llama_cpp_computes_the_same_from_our_gguf(
     path = tmp_path / "target.gguf"
     gguf_file.write(sources.read(source), quant, path)
     got = llama.logits(path, TOKENS.tolist())
-    # llama.cpp rounds activations to float16 too, on average as much as the limit allows
+    # llama.cpp rounds activations to float16 too, on average as much as the limit
+    # allows
     measure = distance if quant == "f32" else spread
     assert measure(got, transformers_logits(source)) < limit
 

@@ -1,4 +1,4 @@
-"""The n-gram draft graph: what it proposes, and a host that uses it without edgespec."""
+"""The n-gram draft graph: its proposals, and a host that runs it without edgespec."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Target graphs: tree rows against sequential decoding, single ops against numpy, refusals."""
+"""Target graphs: trees against sequential decoding, ops against numpy, refusals."""
 
 from __future__ import annotations
 
@@ -42,9 +42,6 @@ def graph(
     path = tmp_path_factory.mktemp("graph") / "target.onnx"
     onnx_graph.write(weights, path, attention=request.param)
     return Graph(path)
-
-
-# trees -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("past", [1, 2, 7, 63, 70])
@@ -155,9 +152,6 @@ def test_explicit_rows_are_the_same_bits_in_a_tree_and_in_a_chain(
             np.testing.assert_array_equal(got[row], expected)
 
 
-# graph and files ---------------------------------------------------------------------------
-
-
 def test_logit_rows_pick_rows(graph: Graph) -> None:
     graph.length = 0
     everything = graph.forward(PROMPT[:9])["logits"]
@@ -264,9 +258,6 @@ def test_refused_arguments_leave_nothing(tmp_path: Path, weights: WeightSet) -> 
         with pytest.raises(error, match=message):
             onnx_graph.write(source, path, **arguments)
         assert [p.name for p in tmp_path.iterdir()] == ["hf"]
-
-
-# single ops (C08) --------------------------------------------------------------------------
 
 
 def run(
