@@ -299,6 +299,23 @@ static boundary find_boundary(const float *logits, size_t vocab, const weighing 
     return b;
 }
 
+#define MAX_GATHERED 8192
+
+/* find_boundary, over a copy of the tokens that reach the floor where they are few. */
+static boundary find_boundary_above(const float *logits, size_t vocab, const weighing *w)
+{
+    float above[MAX_GATHERED];
+    size_t n = 0;
+    for (size_t t = 0; t < vocab; t++) {
+        if (n == MAX_GATHERED) {
+            return find_boundary(logits, vocab, w);
+        }
+        above[n] = logits[t]; /* written over unless it counts: no branch to mispredict */
+        n += logits[t] >= w->floor;
+    }
+    return find_boundary(above, n, w);
+}
+
 #define MAX_BLOCKS 1024
 
 /* A value the k-th largest is not below: the k-th largest of the maxima of blocks. */
@@ -333,7 +350,7 @@ static void keep_top_k(float *logits, size_t vocab, float max, size_t k)
         return;
     }
     weighing w = {false, max, (double)k, top_k_floor(logits, vocab, max, k)};
-    float kth = value_of(find_boundary(logits, vocab, &w).key);
+    float kth = value_of(find_boundary_above(logits, vocab, &w).key);
     for (size_t t = 0; t < vocab; t++) {
         logits[t] = logits[t] < kth ? -INFINITY : logits[t];
     }
@@ -373,7 +390,7 @@ static void keep_top_p(float *logits, size_t vocab, float max, float top_p)
     double light = 0.5 * (1.0 - (double)top_p) * total / (double)vocab;
     double floor = (double)max + es_log(light);
     weighing w = {true, max, (double)top_p * total, floor > -FLT_MAX ? (float)floor : -FLT_MAX};
-    boundary b = find_boundary(logits, vocab, &w);
+    boundary b = find_boundary_above(logits, vocab, &w);
     double before = b.before;
     for (size_t t = 0; t < vocab; t++) {
         uint32_t key = key_of(logits[t]);
