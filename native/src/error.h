@@ -10,7 +10,7 @@
 #define ES_PRINTF(at, first)
 #endif
 
-/* Stores the message of this thread and returns status, so that `return es_fail(...)` reads well. */
+/* Stores the message of this thread and returns status, so that `return es_fail(...)` reads. */
 es_status es_fail(es_status status, const char *format, ...) ES_PRINTF(2, 3);
 
 #endif

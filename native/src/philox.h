@@ -19,8 +19,8 @@ double es_uniform(uint64_t seed, uint64_t index, uint32_t lane, uint32_t stream)
 
 #define ES_HIGH_LANES 64
 
-/* high[i]: the top 32 of the 53 random bits of es_uniform in lane[i], n <= ES_HIGH_LANES at once; so
-   that uniform lies in [high, high + 1] / 2^32. */
+/* high[i]: the top 32 of the 53 random bits of es_uniform in lane[i], n <= ES_HIGH_LANES at once;
+   so that uniform lies in [high, high + 1] / 2^32. */
 void es_uniform_high(uint64_t seed, uint64_t index, const uint32_t *lane, uint32_t n,
                      uint32_t stream, uint32_t *high);
 

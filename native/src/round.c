@@ -2,7 +2,8 @@
  * round.c - the decode loop, in two halves with the target's forward between them.
  *
  * Begin drafts a tree that fits; finish keeps the path the target agrees with. Whatever is drafted,
- * the tokens are those plain decoding would have emitted: a draft only decides how many come at once.
+ * the tokens are those plain decoding would have emitted: a draft only decides how many come at
+ * once.
  */
 #include "clock.h"
 
@@ -53,6 +54,10 @@ es_status es_round_begin(es_session *s, es_round_kind kind, es_tree *tree)
     double start = es_now();
     int32_t root = s->tokens[s->length - 1];
     int32_t max_rows = (int32_t)((size_t)s->context - s->length + 1);
+    if (s->kv_block > 0) {
+        int32_t in_block = s->kv_block - (int32_t)((s->length - 1) % (size_t)s->kv_block);
+        max_rows = in_block < max_rows ? in_block : max_rows;
+    }
     int32_t max_depth = s->left <= ES_MAX_ROWS ? (int32_t)s->left - 1 : ES_MAX_ROWS;
     s->is_proposed = false;
     es_tree_root(&s->tree, root);

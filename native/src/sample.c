@@ -3,7 +3,8 @@
  *
  * Nothing is sorted. A filter needs one boundary value of the row - the k-th largest logit, or the
  * logit at which the nucleus is full - and finds it digit by digit of the float's bits, in three
- * passes over the tokens in question. The draw computes Gumbel noise only for tokens that can still win.
+ * passes over the tokens in question. The draw computes Gumbel noise only for tokens that can
+ * still win.
  */
 #include "sample.h"
 
@@ -468,8 +469,8 @@ es_status es_sample_process(const es_sampling *sampling, const int32_t *history,
 
 /* ---- the draw ---------------------------------------------------------------------------- */
 
-/* An upper bound of the Gumbel noise of u in [high, high + 1] / 2^32. With w = 1 - u, -log u >= w, so
-   the noise is at most -log w, and w is at least a power of two read off the exponent. */
+/* An upper bound of the Gumbel noise of u in [high, high + 1] / 2^32. With w = 1 - u, -log u >= w,
+   so the noise is at most -log w, and w is at least a power of two read off the exponent. */
 static inline double noise_bound(uint32_t high)
 {
     uint32_t w = ~high;
@@ -485,7 +486,8 @@ typedef struct winner {
     double score;
 } winner;
 
-static void contend(const es_sampling *s, const float *row, uint64_t index, size_t token, winner *best)
+static void contend(const es_sampling *s, const float *row, uint64_t index, size_t token,
+                    winner *best)
 {
     double score = (double)row[token] + es_noise(s->seed, index, (int32_t)token);
     if (score > best->score || (score == best->score && token < best->token)) {

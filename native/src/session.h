@@ -1,4 +1,4 @@
-/* session.h - the state of one conversation, shared by session.c (its life) and round.c (its work). */
+/* session.h - the state of one conversation: session.c is its life, round.c its work. */
 #ifndef ES_SESSION_H
 #define ES_SESSION_H
 
@@ -13,6 +13,7 @@ struct es_session {
     int32_t vocab;
     int32_t context;
     int32_t rows;
+    int32_t kv_block;    /* 0, or KV rows a tree must not straddle a multiple of */
     es_draft_kind draft;
     es_tree_mode mode;
     es_tree shape;       /* valid in ES_TREE_SHAPE */

@@ -1,4 +1,4 @@
-/* verify.c - which path of a tree is kept, so that tokens are distributed as the target alone says. */
+/* verify.c - which path of a tree is kept, so that tokens have the target's own distribution. */
 #include <math.h>
 #include <stdbool.h>
 #include <string.h>
@@ -142,8 +142,9 @@ static es_status load(float *out, const float *row, size_t vocab, const char *wh
     memcpy(out, row, vocab * sizeof(*out));
     for (size_t t = 0; t < vocab; t++) {
         if (!(out[t] >= 0.0f) || isinf(out[t])) {
-            return es_fail(ES_ERR_NUMERIC, "%s row %d: expected probabilities, got %g for token %zu",
-                           what, (int)at, (double)out[t], t);
+            return es_fail(ES_ERR_NUMERIC,
+                           "%s row %d: expected probabilities, got %g for token %zu", what,
+                           (int)at, (double)out[t], t);
         }
     }
     if (!normalise(out, vocab)) {
@@ -180,8 +181,8 @@ static es_status reject_at(const es_tree *tree, int32_t row, const float *p, con
             }
         }
         if (!(draft[*token] > 0.0f)) {
-            return es_fail(ES_ERR_ARGUMENT, "tree row %d: token %d cannot have been drawn from q of "
-                           "row %d", (int)*child, (int)*token, (int)row);
+            return es_fail(ES_ERR_ARGUMENT,
+                           "tree row %d: token %d cannot have been drawn from q of row %d", (int)*child, (int)*token, (int)row);
         }
         double u = es_uniform(seed, index, draw++, ES_STREAM_REJECTION);
         if (u * (double)draft[*token] < (double)target[*token]) {
