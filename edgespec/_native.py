@@ -80,6 +80,7 @@ class CSessionParams(ctypes.Structure):
         ("ngram_capacity", ctypes.c_size_t),
         ("cost", POINTER(c_double)),
         ("cost_slope", c_double),
+        ("kv_block", c_int32),
     ]
 
 
@@ -654,6 +655,7 @@ class NativeSession:
         tree: "auto" (rows by cost), "best" (always the best `rows`), or a Tree whose
             parents and ranks are the static shape.
         cost: c(n) for n in 0..MAX_ROWS, 0 = unknown; nothing is learned then.
+        kv_block: 0, or trees never straddle a multiple of this many KV rows.
     """
 
     def __init__(
@@ -668,6 +670,7 @@ class NativeSession:
         ngram_capacity: int = 1 << 16,
         cost: Sequence[float] | None = None,
         cost_slope: float | None = None,
+        kv_block: int = 0,
     ) -> None:
         self._handle = _P()
         self._n = 0  # rows of the open round
@@ -688,6 +691,7 @@ class NativeSession:
         params.draft = drafts[draft]
         params.rows = rows
         params.ngram_capacity = ngram_capacity
+        params.kv_block = kv_block
         if isinstance(tree, str):
             params.tree = modes[tree]
         else:

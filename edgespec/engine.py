@@ -222,6 +222,7 @@ class Engine:
             ngram_capacity=self._capacity,
             cost=cost,
             cost_slope=self._slope,
+            kv_block=self.target.capabilities.kv_block,
         )
 
     def _shift_index(self, core: NativeSession, evicted: int) -> None:

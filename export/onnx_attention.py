@@ -21,6 +21,9 @@ def rope_tables(
     return cos.astype(np.float32), sin.astype(np.float32)
 
 
+SHARE_BITS = 22  # of a softmax share, relative to the largest one
+
+
 class Attention:
     """What both kinds share: positions, KV names, the additive bias of the tree."""
 
@@ -178,15 +181,18 @@ class ExplicitAttention(Attention):
     def _softmax_times(self, scores: str, value: str) -> str:
         """softmax(scores [1, heads, n, total]) times value [1, kv, total, d].
 
-        Masked entries are exact zeros in both sums, and the sums do not depend on where
-        the zeros lie: the product runs over keys in order, the divisor is summed in
-        double. So a row's result is the same in a tree, with siblings' rows between its
-        ancestors, as in a chain.
+        Shares are whole multiples of 2^-SHARE_BITS of the largest, scaled to integers:
+        their sum in double is exact in any order. Masked entries are exact zeros, and
+        the product runs over keys in order, in blocks of a fixed number of them. So a
+        row's result is the same in a tree, with siblings' rows between its ancestors,
+        as in a chain, while the tree's rows lie in one block.
         """
         ops, config = self.ops, self.config
         last = ops.shared("axis_last", -1)
         top = ops.node("ReduceMax", [scores, last], keepdims=1)
-        share = ops.node("Exp", [ops.node("Sub", [scores, top])])
+        scaled = ops.store.constant("log_share", SHARE_BITS * np.log(2), np.float32)
+        top = ops.node("Sub", [top, scaled])
+        share = ops.node("Round", [ops.node("Exp", [ops.node("Sub", [scores, top])])])
         fine = ops.node("Cast", [share], to=TensorProto.DOUBLE)
         divisor = ops.node("ReduceSum", [fine, last], keepdims=1)
         divisor = ops.node("Cast", [divisor], to=TensorProto.FLOAT)

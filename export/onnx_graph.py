@@ -37,7 +37,7 @@ ATTENTIONS: dict[str, type[Attention]] = {
     "gqa": GroupQueryAttention,
     "explicit": ExplicitAttention,
 }
-DEFAULT_ATTENTION = "gqa"
+DEFAULT_ATTENTION = "explicit"
 INPUTS_VERSION = 1
 _OPSET = 20
 _IR_VERSION = 10

@@ -471,6 +471,7 @@ def test_tokens_outside_the_vocabulary_are_refused() -> None:
         ({"tree": "fern"}, "tree"),
         ({"draft": "ngram", "ngram_capacity": 0}, "capacity"),
         ({"cost_slope": -1.0}, "cost_slope"),
+        ({"kv_block": -1}, "kv_block"),
         ({"cost": [1.0, -1.0] + [0.0] * 63}, r"cost\[1\]"),
         ({"cost": [1.0]}, "cost: expected 65"),
     ],
@@ -481,6 +482,18 @@ def test_session_parameters_are_checked(
     arguments: dict[str, object] = {"vocab": VOCAB, "context": 64, **change}
     with pytest.raises(UsageError, match=message):
         NativeSession(**arguments)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("length", range(1, 18))
+def test_no_tree_straddles_a_block_of_kv_rows(length: int) -> None:
+    session = NativeSession(VOCAB, 64, kv_block=8)
+    session.append([1] * length)
+    session.begin_generation(SampleParams(temperature=0.0), 40)
+    session.propose(tree_derive([0, 1, 2, 3, 4], [-1, 0, 0, 1, 3]))
+    tree = session.begin(DRAFT)
+    first, last = length - 1, length - 1 + tree.n - 1
+    assert first // 8 == last // 8
+    assert tree.n == min(5, 8 - first % 8)
 
 
 def test_costs_that_are_given_stay() -> None:

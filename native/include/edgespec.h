@@ -208,6 +208,9 @@ typedef struct es_session_params {
     const double *cost;          /* NULL, or (ES_MAX_ROWS + 1): cost[n] = c(n) in any one unit, 0 =
                                     unknown; then costs stay as given and nothing is learned */
     double cost_slope;           /* prior for c(n) / c(1) = 1 + slope * (n - 1) while unmeasured */
+    int32_t kv_block;            /* 0, or: no tree straddles a multiple of kv_block KV rows. For
+                                    targets that sum attention in blocks of that many keys: a
+                                    row's ancestors then share blocks as when decoded singly */
 } es_session_params;
 
 ES_API es_status es_session_params_default(es_session_params *out);

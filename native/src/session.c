@@ -43,6 +43,10 @@ es_status es_session_params_default(es_session_params *out)
 
 static es_status check_costs(const es_session_params *params)
 {
+    if (params->kv_block < 0) {
+        return es_fail(ES_ERR_ARGUMENT, "kv_block: expected 0 (none) or more, got %d",
+                       (int)params->kv_block);
+    }
     if (!(params->cost_slope >= 0.0) || isinf(params->cost_slope)) {
         return es_fail(ES_ERR_ARGUMENT, "cost_slope: expected 0 or more, got %g",
                        params->cost_slope);
@@ -100,6 +104,7 @@ es_status es_session_new(const es_session_params *params, es_session **out)
     s->vocab = params->vocab;
     s->context = params->context;
     s->rows = params->rows;
+    s->kv_block = params->kv_block;
     s->draft = params->draft;
     s->mode = params->tree;
     s->n_eos = params->n_eos;
