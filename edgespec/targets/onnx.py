@@ -10,7 +10,7 @@ import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
-from edgespec._native import kv_compact
+from edgespec._native import kv_compact, tree_derive
 from edgespec.errors import BackendError, ContextError, FormatError, UsageError
 from edgespec.targets.base import Capabilities
 from edgespec.tree.topology import MAX_ROWS, Tree, chain
@@ -23,25 +23,39 @@ INPUTS = {
     "past_len": ("tensor(int64)", 1),
     "logit_rows": ("tensor(int64)", 1),
 }
-PROBE_WIDTHS = (2, 4, 8)
+# A branching tree whose paths are scattered over its rows, and the prefix before it.
+PROBE_PARENTS = (-1, 0, 0, 1, 2, 2, 4)
+PROBE_LEAVES = (3, 5, 6)
+PROBE_PREFIX = 11
 
 
 class OnnxTarget:
     """A target graph of edgespec_export in ONNX Runtime, on the CPU.
 
-    The KV cache is one array of (layer, key or value, kv head, row, head_dim) float32, every
-    part of which is bound as both past and present of its layer, so a forward writes its rows
-    behind the committed ones and nothing is copied. `capabilities.row_invariant` is measured at
-    load: kernels for one row and for several may round differently.
+    The KV cache is one array of (layer, key or value, kv head, row, head_dim) float32,
+    every part of which is bound as both past and present of its layer, so a forward
+    writes its rows behind the committed ones and nothing is copied.
 
-    Raises FormatError for a file that is no such graph, BackendError when ONNX Runtime fails,
-    both naming the file.
+    Row invariance is measured at load. Where only a single row is rounded differently,
+    `is_exact` has it forwarded beside a copy of itself, at the price of c(2) instead of
+    c(1), so that plain decoding, trees and prefill give the same bits; `has_twin_rows`
+    says so. The fused attention op adds up in an order that depends on where in the
+    buffer a path's rows lie and stays variant; the explicit attention does not.
+
+    Raises FormatError for a file that is no such graph, BackendError when ONNX Runtime
+    fails, both naming the file.
     """
 
     name = "onnx"
 
     def __init__(
-        self, path: Path, *, context: int, threads: int, providers: Sequence[str] = ()
+        self,
+        path: Path,
+        *,
+        context: int,
+        threads: int,
+        is_exact: bool = True,
+        providers: Sequence[str] = (),
     ) -> None:
         if context < 1 or threads < 1:
             raise UsageError(
@@ -50,22 +64,23 @@ class OnnxTarget:
         self.path = Path(path)
         self.context = context
         self.threads = threads
-        self._run_error = BackendError
         self._session = _open(self.path, threads, providers)
         n_layers, n_heads, head_dim = self._check_inputs()
         self.vocab, taps = self._check_outputs(n_layers)
         self._length = 0
         self._open_rows = 0
-        self._kv = np.zeros((n_layers, 2, n_heads, context, head_dim), dtype=np.float32)
+        # One row more than the context: the last one may need a twin.
+        self._kv = np.zeros((n_layers, 2, n_heads, context + 1, head_dim), np.float32)
         self._logits = np.empty((1, self.vocab), dtype=np.float32)
         self._binding = self._session.io_binding()
         self._bind_kv()
+        self.has_twin_rows = False
         self.capabilities = Capabilities(
             tree=True,
             taps=taps,
             window=False,
             snapshot=False,
-            row_invariant=self._is_row_invariant(),
+            row_invariant=self._make_exact() if is_exact else self._is_row_invariant(),
         )
 
     @property
@@ -89,6 +104,12 @@ class OnnxTarget:
             )
         if logit_rows is None:
             logit_rows = np.arange(n, dtype=np.int64)
+        wanted = len(logit_rows)
+        if self.has_twin_rows:
+            if n == 1:
+                tree = chain(np.repeat(tree.tokens, 2))
+            if wanted == 1:
+                logit_rows = np.repeat(logit_rows, 2)
         logits = self._logits_buffer(len(logit_rows))
         # Bound by address, so these must stay referenced until the run is over.
         inputs = {
@@ -108,12 +129,10 @@ class OnnxTarget:
                 "logits", "cpu", 0, np.float32, (1, *logits.shape), logits.ctypes.data
             )
             self._session.run_with_iobinding(self._binding)
-        except (
-            Exception
-        ) as error:  # ONNX Runtime's exceptions share no base of their own
+        except Exception as error:  # its exceptions share no base
             raise BackendError(f"{self.path}: ONNX Runtime: {error}") from error
         self._open_rows = n
-        return logits
+        return logits[:wanted]
 
     def prefill(self, tokens: NDArray[np.int32]) -> NDArray[np.float32]:
         """Forwards a chain in one go and commits it; logits (vocab,) of the last row."""
@@ -133,7 +152,7 @@ class OnnxTarget:
                 f"{self._open_rows}, got {rows.tolist()}"
             )
         if n and rows[-1] != n - 1:
-            kv_compact(self._kv.reshape(-1, *self._kv.shape[3:]), self._length, rows)
+            kv_compact(self._kv, self._length, rows)
         self._open_rows = 0
         # Last, so that an interrupt before this line only drops rows.
         self._length += n
@@ -212,20 +231,46 @@ class OnnxTarget:
             )
         return self._logits[:rows]
 
+    def _make_exact(self) -> bool:
+        """Row invariance, with twins if that is what it takes; without where it is not."""
+        for self.has_twin_rows in (False, True):
+            if self._is_row_invariant():
+                return True
+        self.has_twin_rows = False
+        return False
+
     def _is_row_invariant(self) -> bool:
-        """Whether row 0 keeps its bits when rows are forwarded beside it."""
-        tokens = (np.arange(max(PROBE_WIDTHS) + 4) * 31 + 7) % self.vocab
-        widths = [n for n in PROBE_WIDTHS if n + 4 <= self.context]
-        if not widths:
+        """Whether rows alone, in chains and in a tree have the same bits; leaves no rows."""
+        n = PROBE_PREFIX + len(PROBE_PARENTS)
+        if n > self.context:
             return False
-        self.prefill(tokens[:4].astype(np.int32))
-        alone = self.forward(chain(tokens[4:5])).copy()
-        same = all(
-            np.array_equal(alone[0], self.forward(chain(tokens[4 : 4 + n]))[0])
-            for n in widths
-        )
-        self.truncate(0)
-        return same
+        tokens = ((np.arange(n) * 31 + 7) % self.vocab).astype(np.int32)
+        prefix, rest = tokens[:PROBE_PREFIX], tokens[PROBE_PREFIX:]
+        tree = tree_derive(rest, PROBE_PARENTS)
+        try:
+            self.prefill(prefix)
+            alone = self.forward(chain(rest[:1])).copy()
+            in_tree = self.forward(tree).copy()
+            if not np.array_equal(alone, in_tree[:1]):
+                return False
+            self.truncate(0)
+            for part in (prefix[:4], prefix[4:]):
+                self.prefill(part)
+            for leaf in PROBE_LEAVES:
+                path = np.flatnonzero(tree.mask[leaf]).astype(np.int32)
+                in_chain = self.forward(chain(tree.tokens[path]))
+                if not np.array_equal(in_chain, in_tree[path]):
+                    return False
+            self.forward(tree)
+            self.commit(path)
+            behind = self.forward(chain(rest[:5]))[:1].copy()
+            self.truncate(PROBE_PREFIX)
+            for token in tree.tokens[path]:
+                self.forward(chain(np.array([token], dtype=np.int32)))
+                self.commit(np.zeros(1, dtype=np.int32))
+            return np.array_equal(self.forward(chain(rest[:1])), behind)
+        finally:
+            self.truncate(0)
 
 
 def _open(path: Path, threads: int, providers: Sequence[str]) -> ort.InferenceSession:
@@ -244,7 +289,7 @@ def _open(path: Path, threads: int, providers: Sequence[str]) -> ort.InferenceSe
             sess_options=options,
             providers=list(providers) or ["CPUExecutionProvider"],
         )
-    except Exception as error:  # ONNX Runtime's exceptions share no base of their own
+    except Exception as error:  # its exceptions share no base
         broken = type(error).__name__ in ("InvalidProtobuf", "InvalidGraph")
         kind = FormatError if broken else BackendError
         raise kind(f"{path}: ONNX Runtime cannot load it: {error}") from error
