@@ -45,6 +45,9 @@ def _type_name(value: Any) -> str:
     return "null" if value is None else names.get(type(value), "a number")
 
 
+_EXPECTED = {int: "an integer", float: "a number", bool: "a boolean", str: "a string"}
+
+
 def build(kind: Any, value: Any, where: str, key: str) -> Any:
     """Turns parsed JSON into `kind`: a dataclass, or what its annotations may be.
 
@@ -66,7 +69,7 @@ def build(kind: Any, value: Any, where: str, key: str) -> Any:
         if value not in arguments:
             raise fail(" or ".join(repr(argument) for argument in arguments))
         return value
-    if is_dataclass(kind):
+    if isinstance(kind, type) and is_dataclass(kind):
         if not isinstance(value, dict):
             raise fail("an object")
         hints = get_type_hints(kind)
@@ -82,9 +85,8 @@ def build(kind: Any, value: Any, where: str, key: str) -> Any:
                 )
                 raise FormatError(f"{where}: {problem} key {listed}")
         prefix = f"{key}." if key else ""
-        return kind(
-            **{n: build(hints[n], v, where, prefix + n) for n, v in value.items()}
-        )
+        values = {n: build(hints[n], v, where, prefix + n) for n, v in value.items()}
+        return kind(**values)
     if origin is tuple:
         if not isinstance(value, list):
             raise fail("a list")
@@ -108,11 +110,5 @@ def build(kind: Any, value: Any, where: str, key: str) -> Any:
             return value
         raise fail("an integer below 2**62")
     if type(value) is not kind:
-        names = {
-            int: "an integer",
-            float: "a number",
-            bool: "a boolean",
-            str: "a string",
-        }
-        raise fail(names[kind])
+        raise fail(_EXPECTED[kind])
     return value
