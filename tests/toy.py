@@ -47,7 +47,7 @@ class ToyTokenizer:
     def text_bytes(self, token: int) -> bytes:
         if token < 256:
             return bytes([token])
-        return WORDS[token - FIRST_WORD] if token >= FIRST_WORD else b""
+        return WORDS[token - FIRST_WORD] if FIRST_WORD <= token < VOCAB else b""
 
     def decode(self, ids: Sequence[int]) -> str:
         return b"".join(map(self.text_bytes, ids)).decode(errors="replace")
