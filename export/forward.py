@@ -92,8 +92,9 @@ def _rms_norm(
 def _heads(x: NDArray[np.float32], count: int) -> NDArray[np.float32]:
     """(b, n, count * d) -> (b, count, n, d)."""
     batch, n, width = x.shape
-    heads: NDArray[np.float32] = x.reshape(batch, n, count, width // count)
-    return heads.transpose(0, 2, 1, 3)
+    rows = x.reshape(batch, n, count, width // count)
+    heads: NDArray[np.float32] = rows.transpose(0, 2, 1, 3)
+    return heads
 
 
 def _rotation(

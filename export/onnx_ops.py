@@ -134,17 +134,18 @@ class Ops:
         )
         if not form.has_offsets:
             return product
-        sums = self._sums(x, form.block)
+        sums = self._sums(x, form.shape[1], form.block)
         return self.node("Gemm", [sums, matrix + ".offsets", product], transB=1)
 
-    def _sums(self, x: str, block: int) -> str:
+    def _sums(self, x: str, width: int, block: int) -> str:
         """Sums of each block of inputs [n, in / block], computed once per x."""
         key = (x, block)
         if key not in self._block_sums:
-            shape = self.store.constant(f"by_block_{block}", [0, -1, block])
-            blocks = self.node("Reshape", [x, shape])
-            axis = self.shared("axis_last", -1)
-            self._block_sums[key] = self.node("ReduceSum", [blocks, axis], keepdims=0)
+            name = f"block_sums_{width}_{block}"
+            if name not in self.store:
+                ones = np.kron(np.eye(width // block), np.ones((block, 1)))
+                self.store.add(name, ones.astype(np.float32))
+            self._block_sums[key] = self.node("MatMul", [x, name])
         return self._block_sums[key]
 
     def embed(self, ids: str, matrix: str) -> str:

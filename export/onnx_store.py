@@ -24,6 +24,9 @@ class Store:
         self._names: set[str] = set()
         self._file = path.open("wb")
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._names
+
     def add(self, name: str, array: NDArray[Any]) -> str:
         """Stores an array under a name that must be new; returns the name."""
         if name in self._names:

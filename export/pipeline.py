@@ -101,6 +101,8 @@ def export(
                 writer.onnx(attention, taps)
         if check:
             writer.check(source, check_tokens, max_kl)
+        else:
+            writer.sizes()
         writer.finish(name or weights.name or source.stem)
         _publish(work, out)
     except BaseException as error:
@@ -228,15 +230,18 @@ class _Writer:
         )
         bundles.write_manifest(self.work, manifest)
 
+    def sizes(self) -> None:
+        """What was written, when nothing was checked."""
+        for form, container in self.containers.items():
+            self.log(_size_column(form, container))
+            self._log_note(container)
+
     def _report(self, form: str, container: Container, result: checks.Check) -> None:
-        size = container.bytes / 1e6
         self.log(
-            f"target.{form:<5}{container.kind:<12}{size:9.1f} MB   "
-            f"KL {result.kl:.5f}   top-1 {result.top1:6.2%}   "
-            f"{result.tokens} tokens against {result.by}"
+            f"{_size_column(form, container)}   KL {result.kl:.5f}   "
+            f"top-1 {result.top1:6.2%}   {result.tokens} tokens against {result.by}"
         )
-        if container.note:
-            self.log(f"  {container.note}")
+        self._log_note(container)
         if result.flips is not None:
             self.log(
                 f"  int8 activations change {result.flips} of {result.flips_of} "
@@ -244,6 +249,14 @@ class _Writer:
             )
         for line in _tensor_lines(result.errors):
             self.log(line)
+
+    def _log_note(self, container: Container) -> None:
+        if container.note:
+            self.log(f"  {container.note}")
+
+
+def _size_column(form: str, container: Container) -> str:
+    return f"target.{form:<5}{container.kind:<12}{container.bytes / 1e6:9.1f} MB"
 
 
 def _tensor_lines(errors: dict[str, float]) -> list[str]:

@@ -109,7 +109,10 @@ def test_bundle_of_a_gguf_keeps_its_blocks(tmp_path: Path) -> None:
 
 
 def test_without_check(tmp_path: Path, source: Path) -> None:
-    bundle = export(source, tmp_path / "b", quant="q4_0", check=False)
+    lines: list[str] = []
+    bundle = export(source, tmp_path / "b", quant="q4_0", check=False, log=lines.append)
+    assert "q4_0" in lines[0]
+    assert " MB" in lines[0]
     assert bundle.manifest.check == {}
     assert bundle.manifest.onnx is None
 
