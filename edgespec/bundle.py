@@ -177,7 +177,7 @@ def _cached(
 
 def _export(checkpoint: Checkpoint, directory: Path, progress: Progress) -> None:
     try:
-        from edgespec_export import pipeline
+        from edgespec_export.pipeline import export
         from edgespec_export.weights import Origin
     except ModuleNotFoundError as error:
         raise UnsupportedError(
@@ -185,7 +185,7 @@ def _export(checkpoint: Checkpoint, directory: Path, progress: Progress) -> None
             f"{error.name}; install it with: pip install 'edgespec[export]'"
         ) from error
     is_gguf = checkpoint.path.suffix == ".gguf"
-    pipeline.export(
+    export(
         checkpoint.path,
         directory,
         formats=FORMATS,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 Progress = Callable[[str, int, int], None]
-"""Called as (what, done, total): a short label such as "download x.gguf" or "quantize",
-units done so far and in all (bytes or tensors; total 0 = unknown). done == total ends it."""
+"""Called as (what, done, total): a label such as "download x.gguf", then units done so
+far and in all (bytes or tensors; total 0 = unknown). done == total ends it."""
 
 
 def silent(what: str, done: int, total: int) -> None:
