@@ -157,7 +157,9 @@ def _from_file(path: Path, progress: Progress) -> Bundle:
     status = path.stat()
     identity = f"{path}\0{status.st_size}\0{status.st_mtime_ns}\0{status.st_ino}"
     checkpoint = Checkpoint(path, path.stem, path.name)
-    return _cached(f"file-{path.stem}", identity, lambda: checkpoint, progress)
+    # The path's digest: files of one name in two places must not oust each other.
+    place = hashlib.sha256(str(path).encode()).hexdigest()[:8]
+    return _cached(f"file-{place}", identity, lambda: checkpoint, progress)
 
 
 def _cached(

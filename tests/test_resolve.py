@@ -1,0 +1,113 @@
+"""MODEL to bundle: hub checkpoints, GGUF files, and what is exported again when."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from edgespec import bundle as bundles
+from edgespec.bundle import resolve
+from edgespec.errors import ModelNotFoundError, UnsupportedError
+from tests.export.checkpoints import gguf_checkpoint, hf_checkpoint
+from tests.hub_server import COMMIT, Hub, serve
+
+
+@pytest.fixture
+def server(
+    monkeypatch: pytest.MonkeyPatch, edgespec_home: Path, tmp_path: Path
+) -> Iterator[Hub]:
+    with serve() as running:
+        monkeypatch.setenv("HF_ENDPOINT", running.endpoint)
+        for name in ("HF_TOKEN", "HF_HUB_OFFLINE"):
+            monkeypatch.delenv(name, raising=False)
+        gguf_checkpoint(tmp_path / "tiny.gguf")
+        hf_checkpoint(tmp_path / "tiny")
+        running.repos["Org/Tiny-GGUF"] = {
+            "tiny-F32.gguf": (tmp_path / "tiny.gguf").read_bytes()
+        }
+        running.repos["Org/Tiny"] = {
+            path.name: path.read_bytes() for path in (tmp_path / "tiny").iterdir()
+        }
+        yield running
+
+
+def test_hub_gguf_becomes_a_bundle_once(server: Hub) -> None:
+    bundle = resolve("hf:Org/Tiny-GGUF:F32")
+    assert set(bundle.manifest.quantisation) == {"gguf", "onnx"}
+    assert {w.origin for w in bundle.manifest.weights} == {"hf:Org/Tiny-GGUF"}
+    assert {w.licence for w in bundle.manifest.weights} == {"mit"}
+    assert bundle.directory.parent.name == "bundles"
+    server.requests.clear()
+    assert resolve("hf:Org/Tiny-GGUF:F32") == bundle
+    assert resolve("hf:Org/Tiny-GGUF:F32", offline=True) == bundle
+    assert server.requests == []
+
+
+def test_hub_checkpoint_is_exported_as_asked(server: Hub) -> None:
+    bundle = resolve("hf:Org/Tiny:q8_0")
+    assert bundle.manifest.quantisation["gguf"].kind == "q8_0"
+    assert bundle.manifest.name == "Tiny"
+
+
+def test_new_commit_is_exported_after_get_and_ousts_the_old(
+    server: Hub, edgespec_home: Path
+) -> None:
+    from edgespec import models
+
+    old = resolve("hf:Org/Tiny-GGUF")
+    server.commit = COMMIT[::-1]
+    assert resolve("hf:Org/Tiny-GGUF") == old
+    models.get("hf:Org/Tiny-GGUF")
+    new = resolve("hf:Org/Tiny-GGUF")
+    assert new.directory != old.directory
+    assert not old.directory.exists()
+
+
+def test_unreachable_hub_leaves_nothing_half_made(
+    server: Hub, edgespec_home: Path
+) -> None:
+    server.status = 503
+    with pytest.raises(ModelNotFoundError, match="HTTP 503"):
+        resolve("hf:Org/Tiny")
+    assert [p for p in edgespec_home.rglob("*") if p.suffix != ".lock"] == [
+        edgespec_home / "hub"
+    ]
+
+
+def test_gguf_file_is_exported_again_when_it_changes(
+    tmp_path: Path, edgespec_home: Path
+) -> None:
+    here, there = tmp_path / "a" / "m.gguf", tmp_path / "b" / "m.gguf"
+    for path in (here, there):
+        path.parent.mkdir()
+        gguf_checkpoint(path)
+    first, second = resolve(str(here)), resolve(str(there))
+    assert first.directory != second.directory
+    assert resolve(str(here)) == first
+    here.unlink()
+    gguf_checkpoint(here)
+    again = resolve(str(here))
+    assert again.directory != first.directory
+    assert not first.directory.exists()
+    assert second.directory.exists()
+
+
+def test_new_exporter_exports_again(
+    tmp_path: Path, edgespec_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gguf_checkpoint(tmp_path / "m.gguf")
+    first = resolve(str(tmp_path / "m.gguf"))
+    monkeypatch.setattr(bundles, "exporter_key", lambda: "another")
+    assert resolve(str(tmp_path / "m.gguf")).directory != first.directory
+
+
+def test_missing_extra_says_what_to_install(
+    tmp_path: Path, edgespec_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gguf_checkpoint(tmp_path / "m.gguf")
+    monkeypatch.setitem(sys.modules, "edgespec_export.pipeline", None)
+    with pytest.raises(UnsupportedError, match=r"pip install 'edgespec\[export\]'"):
+        resolve(str(tmp_path / "m.gguf"))
