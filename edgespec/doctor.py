@@ -113,8 +113,8 @@ def look_for_hub(offline: bool) -> str:
     if offline:
         return "not asked (--offline)"
     endpoint = os.environ.get("HF_ENDPOINT", HUB)
-    request = urllib.request.Request(endpoint, method="HEAD")
     try:
+        request = urllib.request.Request(endpoint, method="HEAD")
         with urllib.request.urlopen(request, timeout=HUB_SECONDS):
             return "reachable"
     except urllib.error.HTTPError:
@@ -174,11 +174,11 @@ def _attempt(name: str, module: str, run: Callable[[Any], str], remedy: str) -> 
         return Backend(name, False, version, f"{type(error).__name__}: {error}")
 
 
-# ---- a graph small enough to write by hand ---------------------------------------------
+# ---- a graph small enough to write by hand -------------------------------------------
 
 
 def tiny_graph() -> tuple[bytes, NDArray[np.float32], NDArray[np.float32]]:
-    """An ONNX model of one MatMulNBits (block 32, accuracy level 4), input x and result y.
+    """An ONNX model of one MatMulNBits (block 32), an input x and its result y.
 
     Written as protobuf fields, so that no package for writing ONNX is needed.
     """
