@@ -272,3 +272,20 @@ def test_command(
     assert data["onnx"] == {"attention": "explicit", "taps": [0, 2], "inputs": 1}
     assert main([*arguments, "--taps", "one"]) == 2
     assert "--taps: expected indices" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("attention", onnx_graph.ATTENTIONS)
+def test_smollm2_stays_near_its_source(
+    tmp_path: Path, smollm2_gguf: Path, attention: str
+) -> None:
+    bundle = pipeline.export(
+        smollm2_gguf,
+        tmp_path / "bundle",
+        formats=("gguf", "onnx"),
+        attention=attention,
+        check_tokens=1024,
+    )
+    assert bundle.manifest.check["gguf"].kl == 0
+    assert bundle.manifest.check["onnx"].kl < 0.01
+    assert bundle.manifest.check["onnx"].top1 > 0.95
+    assert bundle.manifest.quantisation["onnx"].types == {"int4+offset": 210, "int8": 1}
