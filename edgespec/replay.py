@@ -12,14 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgespec._native import SampleParams, noise, sample_process
 from edgespec.errors import UsageError
-from edgespec.targets.base import Capabilities, Target
+from edgespec.targets.base import Target
 from edgespec.tree.topology import Tree, chain
 
 NO_TOKEN = -1  # where a reply has already ended
@@ -54,31 +53,14 @@ class Recorder:
 
     def __init__(self, target: Target) -> None:
         self.target = target
+        self.name, self.vocab = target.name, target.vocab
+        self.context, self.capabilities = target.context, target.capabilities
         self.steps: list[Step] = []
         self._open: Tree | None = None
 
     @property
-    def name(self) -> str:
-        return self.target.name
-
-    @property
-    def vocab(self) -> int:
-        return self.target.vocab
-
-    @property
-    def context(self) -> int:
-        return self.target.context
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return self.target.capabilities
-
-    @property
     def length(self) -> int:
         return self.target.length
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.target, name)
 
     def forward(
         self, tree: Tree, logit_rows: NDArray[np.int64] | None = None

@@ -82,6 +82,7 @@ static size_t list_features(feature *out)
     return n;
 }
 
+#if defined(ES_X86) || (defined(ES_ARM64) && defined(__ARM_FEATURE_DOTPROD))
 static int has_feature(const char *name)
 {
     feature features[MAX_FEATURES];
@@ -93,6 +94,7 @@ static int has_feature(const char *name)
     }
     return 0;
 }
+#endif
 
 es_status es_cpu_features(char *out, size_t size)
 {
@@ -127,7 +129,7 @@ es_status es_cpu_features(char *out, size_t size)
 
 /* ---- reading ----------------------------------------------------------------------------- */
 
-/* Eight sums of 8 bytes: wide enough for two AVX-512 registers' worth of independent work. */
+/* Sums kept at a time, 8 bytes each: four AVX-512 registers, enough loads in flight. */
 #define LANES 32
 
 /* Every 64-bit word once. Inlined into one function per ISA, vectorised there by the compiler. */
