@@ -1,4 +1,4 @@
-"""edgespec: runs language models on your own device, several tokens per forward, losslessly.
+"""Runs language models on your own device, several tokens per forward, losslessly.
 
 import edgespec
 
@@ -53,7 +53,7 @@ __all__ = [
 
 
 def generate(model: str, prompt: str, **options: Any) -> Iterator[Delta]:
-    """Loads a model, streams one reply and frees the model; options as Session.generate's."""
+    """Loads a model, streams one reply, frees it; options of Session.generate."""
     from edgespec.session import load
 
     with load(model) as session:

@@ -1,4 +1,4 @@
-"""How many cores this process may really use: affinity and cgroup quotas, not the machine's."""
+"""How many cores this process may really use: by affinity and cgroup quotas."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def cgroup_quota(
 ) -> float | None:
     """The tightest CPU quota, in cores, of this process' cgroups and their parents.
 
-    Reads cgroup v2 (cpu.max) and v1 (cpu.cfs_quota_us / cpu.cfs_period_us). None when there
-    is no quota or no cgroup file system.
+    Reads cgroup v2 (cpu.max) and v1 (cpu.cfs_quota_us / cpu.cfs_period_us). None when
+    there is no quota or no cgroup file system.
     """
     quotas = [
         quota
@@ -43,11 +43,12 @@ def _cgroup_directories(root: Path, membership: Path) -> list[Path]:
         lines = membership.read_text().splitlines()
     except OSError:
         lines = []
-    # Inside a container the path may name a directory that only the host sees; the mount
-    # itself is then the container's own group, so the bases are always looked at too.
+    # Inside a container the path may name a directory that only the host sees; the
+    # mount itself is then the container's own group, so the bases are always looked at
+    # too.
     found = [root, root / "cpu", root / "cpu,cpuacct"]
     for line in lines:
-        hierarchy, controllers, path = (line.split(":", 2) + ["", ""])[:3]
+        hierarchy, controllers, path = [*line.split(":", 2), "", ""][:3]
         if hierarchy == "0" and not controllers:
             bases = [root]
         elif "cpu" in controllers.split(","):

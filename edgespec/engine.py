@@ -1,4 +1,4 @@
-"""Token level of a session: prompt in, rounds out, sequence and KV cache kept in step."""
+"""Token level of a session: prompt in, rounds out, sequence and KV in step."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def check_speculation(speculation: Speculation) -> Tree | None:
-    """The static shape asked for, None for auto; raises UsageError for what cannot work."""
+    """The static shape asked for, None for auto; UsageError for what cannot work."""
     native_draft(speculation.draft)
     check_verify(speculation.verify)
     if not 1 <= speculation.rows <= MAX_ROWS:
@@ -50,7 +51,8 @@ class Step:
 class Engine:
     """Drives one target with the C core: begin, then step until a step says finish.
 
-    The KV cache always holds a prefix of the sequence, whatever was interrupted where: rows are
+    The KV cache always holds a prefix of the sequence, whatever was interrupted where:
+        rows are
     recorded before they are committed and forgotten after they are cut.
 
     One caller at a time: `claim` raises BackendError for a second one.
@@ -111,8 +113,8 @@ class Engine:
         """Exclusive use of the target; BackendError while someone else has it."""
         if not self._lock.acquire(blocking=False):
             raise BackendError(
-                "the session is busy with another reply: finish or close that one first, or "
-                "load a session per thread"
+                "the session is busy with another reply: finish or close that "
+                "one first, or load a session per thread"
             )
         try:
             yield
@@ -128,17 +130,17 @@ class Engine:
         repeatable: bool = False,
         evicted: int = 0,
     ) -> Step:
-        """Prefills what the KV cache does not hold of the prompt and draws the first token.
+        """Prefills what the KV cache lacks of the prompt and draws the first token.
 
-        At least the last prompt token is forwarded. repeatable: trees depend on the prompt and
-        on what follows alone, not on timing or earlier replies; needed where kernels round
-        differently for different numbers of rows. evicted: tokens dropped from the front of the
-        conversation, which count in the index of the noise.
+        At least the last prompt token is forwarded. repeatable: trees depend on the
+        prompt and on what follows alone, not on timing or earlier replies; needed where
+        kernels round differently for different numbers of rows. evicted: tokens dropped
+        from the front of the conversation, which count in the index of the noise.
         """
         if len(prompt) > self.target.context:
             raise ContextError(
-                f"the prompt has {len(prompt)} tokens, the context {self.target.context}; "
-                f"{max_new} new tokens were asked for"
+                f"the prompt has {len(prompt)} tokens, the context "
+                f"{self.target.context}; {max_new} new tokens were asked for"
             )
         core = self._core = self._core_for(repeatable)
         core.abandon()
@@ -180,7 +182,7 @@ class Engine:
             core.truncate(length)
 
     def reset(self) -> None:
-        """Empties the KV cache, the sequence and what the draft and the planner learned."""
+        """Empties the KV cache, the sequence and what draft and planner learned."""
         self.target.truncate(0)
         self._resident.clear()
         self._free_cores()
@@ -226,7 +228,7 @@ class Engine:
         )
 
     def _shift_index(self, core: NativeSession, evicted: int) -> None:
-        """Conversations share a core; the offset wraps modulo 2^64, so it can go back."""
+        """Conversations share a core; the offset wraps at 2^64, so it can go back."""
         if core is self._learning:
             core.evicted((evicted - self._learning_evicted) % (1 << 64))
             self._learning_evicted = evicted
@@ -240,14 +242,15 @@ class Engine:
         reused = min(_common_prefix(held, prompt), len(prompt) - 1)
         target.truncate(reused)
         self._resident = list(prompt[:reused])
-        # The last token goes alone where the number of rows changes the bits, so that the same
-        # prompt gives the same logits whether its KV rows are there already or not.
+        # The last token goes alone where the number of rows changes the bits, so that
+        # the same prompt gives the same logits whether its KV rows are there already or
+        # not.
         end = len(prompt)
         body = end if target.capabilities.row_invariant else end - 1
         bounds = [*range(reused, body, self._chunk), body]
         bounds += [end] if body < end else []
         self.evaluated = end - reused
-        for first, last in zip(bounds, bounds[1:], strict=False):
+        for first, last in pairwise(bounds):
             chunk = np.array(prompt[first:last], dtype=np.int32)
             self._resident += chunk.tolist()
             logits = target.prefill(chunk)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 
 from edgespec._native import SampleParams
@@ -41,8 +41,8 @@ Refill = Callable[[list[int]], "Refilled | None"]
 class Generation(Iterator[Delta]):
     """Iterates over the deltas of one reply; `reply` is the whole afterwards.
 
-    Closing it early, an exception or Ctrl-C in the middle leave the session consistent: the
-    sequence and the KV cache end with the last token handed out.
+    Closing it early, an exception or Ctrl-C in the middle leave the session consistent:
+    the sequence and the KV cache end with the last token handed out.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Generation(Iterator[Delta]):
         """Ends the reply here. Idempotent."""
         self._deltas.close()
 
-    def _run(self) -> Iterator[Delta]:
+    def _run(self) -> Generator[Delta, None, None]:
         with self._engine.claim():
             reason = "cancelled"
             try:
@@ -107,7 +107,7 @@ class Generation(Iterator[Delta]):
                 for call in self._on_end:
                     call(self)
 
-    def _generate(self) -> Iterator[Delta]:
+    def _generate(self) -> Generator[Delta, None, str]:
         request = self._request
         if request.notice:
             yield Delta("", notice=request.notice)

@@ -1,4 +1,4 @@
-"""How a conversation fits the context: what is dropped, which tokens stand for old replies."""
+"""How a conversation fits the context, and which tokens stand for old replies."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 Message = Mapping[str, Any]
 
-# Dropping down to this share of the context at once keeps later turns from dropping again.
+# Dropping down to this share of the context at once keeps later turns from dropping
+# again.
 KEPT_SHARE = 0.75
 STAND_IN = "x"
 
@@ -35,9 +36,10 @@ class Memory:
 class Excerpt:
     """The messages of one call to Session.chat, and how to make them shorter.
 
-    A reply re-encoded from its text need not give the tokens it was made of, so the tokens
-    themselves are put where the template puts the text. Where they end is found by the
-    end-of-sequence token the template closes a turn with; without one the text is encoded.
+    A reply re-encoded from its text need not give the tokens it was made of, so the
+    tokens themselves are put where the template puts the text. Where they end is found
+    by the end-of-sequence token the template closes a turn with; without one the text
+    is encoded.
     """
 
     def __init__(
@@ -119,7 +121,7 @@ class Excerpt:
         return result + ids[done:]
 
     def _shorten(self, reply: list[int], length: int) -> Refilled | None:
-        """Drops oldest turns until prompt and reply leave room; None when none can go."""
+        """Drops oldest turns until there is room; None when none can go."""
         before = self.memory.dropped
         ids: list[int] = []
         while self._drop_turn():

@@ -12,7 +12,7 @@ from edgespec.stats import Stats
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """One token's log-probability and the best ones beside it, of the raw target logits.
+    """One token's log-probability and the best ones beside it, of raw target logits.
 
     Raw: before bias, penalties, temperature and truncation, natural logarithm.
     """
@@ -24,12 +24,12 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """A piece of a reply. Pieces concatenated are the reply: text, tokens and logprobs alike.
+    """A piece of a reply. Pieces concatenated are its text, tokens and logprobs.
 
     Text of thinking pieces makes up Reply.thinking, that of the others Reply.text.
 
-    Text that might still become half a character or a stop string is held back, and its tokens
-    with it, so a delta may carry tokens without text or text without tokens.
+    Text that might still become half a character or a stop string is held back, and its
+    tokens with it, so a delta may carry tokens without text or text without tokens.
     """
 
     text: str

@@ -61,15 +61,18 @@ class Vocabulary(Protocol):
 
 
 class Session:
-    """A target with its tokenizer, template and draft. One reply at a time, from any thread.
+    """A target with its tokenizer, template and draft. One reply at a time.
 
-    Speculation never changes a token: `is_speculating = False` gives the same reply, slower. A call
+    Speculation never changes a token: `is_speculating = False` gives the same reply,
+        slower. A call
     during another reply raises BackendError.
 
-    Repeatability: with an explicit seed, a target whose rows are not invariant gets trees that
-    depend on the prompt and the reply alone, from a fixed cost table instead of measured times,
-    so runs repeat. Without a seed measured times choose the trees, and where such a target
-    rounds differently for other tree sizes a near-tie may then fall differently.
+    Repeatability: with an explicit seed, a target whose rows are not invariant gets
+        trees that
+    depend on the prompt and the reply alone, from a fixed cost table instead of
+    measured times, so runs repeat. Without a seed measured times choose the trees, and
+    where such a target rounds differently for other tree sizes a near-tie may then fall
+    differently.
     """
 
     def __init__(
@@ -152,14 +155,15 @@ class Session:
         """Streams a reply.
 
         Args:
-            prompt: text, token ids, or messages with "role" and "content". Text is one user
-                message when the model has a chat template, unless `raw`.
-            sampling: unset temperature and top_p come from the model; an unset seed is drawn.
+            prompt: text, token ids, or messages with "role" and "content". Text is one
+                user message when the model has a chat template, unless `raw`.
+            sampling: unset temperature and top_p come from the model; an unset seed is
+                drawn.
             logprobs: how many alternatives to report per token; 0 reports none.
             raw: text is the prompt itself, without a chat template.
 
-        Raises UsageError for values out of range and ContextError for a prompt that does not
-        fit, both before anything is computed.
+        Raises UsageError for values out of range and ContextError for a prompt that
+        does not fit, both before anything is computed.
         """
         ids = self.encode(prompt, raw=raw, template_args=template_args)
         return self._start(ids, sampling=sampling, stopping=stopping, logprobs=logprobs)
@@ -183,12 +187,13 @@ class Session:
     ) -> Generation:
         """Streams the assistant's next turn, the last message being the user's.
 
-        Where `generate` stops for a full context, this drops the oldest turns, keeps the system
-        turn, prefills the rest, says so in `Delta.notice` and goes on.
+        Where `generate` stops for a full context, this drops the oldest turns, keeps
+        the system turn, prefills the rest, says so in `Delta.notice` and goes on.
 
         Args:
-            memory: kept by the caller from turn to turn: what was dropped, and the exact tokens
-                of earlier replies, so that a turn evaluates only what is new.
+            memory: kept by the caller from turn to turn: what was dropped, and the
+                exact tokens of earlier replies, so that a turn evaluates only what is
+                new.
         """
         memory = Memory() if memory is None else memory
         excerpt = Excerpt(
@@ -219,7 +224,7 @@ class Session:
             if raw or not has_template:
                 return self._checked(self.tokenizer.encode_raw(prompt))
             prompt = [{"role": "user", "content": prompt}]
-        items = list(prompt)
+        items: list[Any] = list(prompt)
         if items and all(isinstance(item, Mapping) for item in items):
             if self.template is None:
                 raise UsageError(
@@ -233,12 +238,12 @@ class Session:
     def _check_room(self, ids: Sequence[int], stopping: Stopping) -> None:
         """Raises ContextError for a prompt that leaves no row for the context."""
         if len(ids) > self.context:
-            wanted = stopping.max_tokens
+            given = stopping.max_tokens
+            wanted = "unlimited" if given is None else given
             raise ContextError(
-                f"the prompt has {len(ids)} tokens and "
-                f"{'unlimited' if wanted is None else wanted} new tokens (max_new) were asked "
-                f"for, but the context (ctx) holds {self.context}: shorten the prompt or raise "
-                "--ctx"
+                f"the prompt has {len(ids)} tokens and {wanted} new tokens (max_new) "
+                f"were asked for, but the context (ctx) holds {self.context}: shorten "
+                "the prompt or raise --ctx"
             )
 
     def reset(self) -> None:
@@ -302,7 +307,8 @@ class Session:
                 )
             if not 0 <= int(token) < self.target.vocab:
                 raise UsageError(
-                    f"prompt[{i}]: expected a token id below {self.target.vocab}, got {token}"
+                    f"prompt[{i}]: expected a token id below {self.target.vocab}, "
+                    f"got {token}"
                 )
         return [int(token) for token in ids]
 
@@ -317,7 +323,8 @@ class Session:
         for token in sampling.logit_bias:
             if not 0 <= token < self.target.vocab:
                 raise UsageError(
-                    f"logit_bias: expected token ids below {self.target.vocab}, got {token}"
+                    f"logit_bias: expected token ids below {self.target.vocab}, "
+                    f"got {token}"
                 )
         given = sampling
         return SampleParams(
@@ -346,8 +353,8 @@ def load(
 ) -> Session:
     """Opens a MODEL: a bundle directory, a .gguf, hf:ORG/REPO[:QUANT] or a known name.
 
-    Raises ModelNotFoundError, FormatError, BackendError and UsageError as they apply; options
-    are checked before anything is fetched.
+    Raises ModelNotFoundError, FormatError, BackendError and UsageError as they apply;
+    options are checked before anything is fetched.
     """
     from edgespec.bundle import resolve
 
@@ -387,7 +394,7 @@ def open_session(
 
 
 def open_target(bundle: Bundle, runtime: Runtime) -> Target:
-    """The target a runtime asks for: onnx where the bundle has the graph, else llamacpp."""
+    """The target a runtime asks for: onnx where there is a graph, else llamacpp."""
     limit = bundle.manifest.architecture.max_position
     context = (
         min(DEFAULT_CONTEXT, limit) if runtime.context is None else runtime.context

@@ -1,4 +1,4 @@
-"""What a reply cost: counts and times, the same for every backend and with drafting off."""
+"""What a reply cost: the same counts and times with every backend and draft."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from edgespec._native import NativeStats
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """Counts and times of one reply; the prefill and its token are left out of the rounds."""
+    """Counts and times of one reply; rounds leave out the prefill and its token."""
 
     backend: str  # onnx | llamacpp | ...
     draft: str  # none | ngram
@@ -32,7 +32,7 @@ class Stats:
 
 @dataclass(slots=True)
 class Tally:
-    """Adds up a reply while it is made; one reply may span several native generations."""
+    """Adds up a reply while it is made, over one or more native generations."""
 
     rounds: int = 0
     tokens: int = 0
@@ -69,7 +69,7 @@ class Tally:
 
 
 def peak_rss_mb() -> float:
-    """Largest resident size of this process so far, in MB (1e6 bytes); 0 where unknown."""
+    """Largest resident size of this process so far, in MB (1e6 bytes); 0 if unknown."""
     try:
         import resource
     except ImportError:  # Windows

@@ -19,8 +19,9 @@ class Spelling(Protocol):
 class Transcript:
     """Holds back what could still become a stop string or half a character.
 
-    Tokens are released together with their text. When a stop string completes, text, tokens and
-    logprobs all end there: the last token kept is the last one that begins before the stop.
+    Tokens are released together with their text. When a stop string completes, text,
+    tokens and logprobs all end there: the last token kept is the last one that begins
+    before the stop.
     """
 
     def __init__(

@@ -338,8 +338,9 @@ def test_two_sessions_alternate_and_each_equals_its_own_fresh_run() -> None:
         session.generate(p, sampling=GREEDY, stopping=Stopping(max_tokens=30))
         for session, p in zip(sessions, prompts, strict=True)
     ]
-    while any([next(generation, None) for generation in running]):
-        pass
+    for _ in range(31):
+        for generation in running:
+            next(generation, None)
     assert [g.reply.tokens for g in running] == [reply.tokens for reply in fresh]
 
 

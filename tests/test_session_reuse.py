@@ -137,7 +137,7 @@ def test_c33_ten_replies_on_one_handle_and_an_error_between() -> None:
 
 
 def test_c34_turn_two_is_fed_the_tokens_of_turn_one() -> None:
-    """Also where the reply's text would encode to other tokens: here bytes, not words."""
+    """Also where the reply's text would encode to other tokens: bytes, not words."""
     target = toy.ToyTarget(script=toy.scripted([*b"the tree ha", toy.END]))
     session, memory = toy.session(target), Memory()
     messages = [

@@ -1,4 +1,4 @@
-"""How replies end: end-of-sequence tokens, budgets, stop strings, valid UTF-8 on the way."""
+"""How replies end: end tokens, budgets, stop strings; valid UTF-8 on the way."""
 
 from __future__ import annotations
 

@@ -13,8 +13,13 @@ import pytest
 
 from edgespec._native import tree_derive
 from edgespec.config import Sampling, Speculation, Stopping
-from edgespec.errors import BackendError, ContextError, EdgeSpecError, FormatError
-from edgespec.errors import UsageError
+from edgespec.errors import (
+    BackendError,
+    ContextError,
+    EdgeSpecError,
+    FormatError,
+    UsageError,
+)
 from edgespec.session import Session
 from edgespec.targets.onnx import OnnxTarget
 from edgespec.tree.topology import chain
@@ -265,7 +270,8 @@ from tests import toy
 target = OnnxTarget(Path({str(graphs["Q4_1-explicit-4"])!r}), context=256, threads=1)
 session = Session(target, toy.ToyTokenizer(), eos_ids=())
 for turn in range(1, 101):
-    session.complete([turn % 300, 5, 9] * (1 + turn % 40), stopping=Stopping(max_tokens=40))
+    prompt = [turn % 300, 5, 9] * (1 + turn % 40)
+    session.complete(prompt, stopping=Stopping(max_tokens=40))
     if turn in (10, 100):
         print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """

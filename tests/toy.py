@@ -1,8 +1,8 @@
 """TOY: a language model that is a table, so that tests can say what it wants to say.
 
-Byte vocabulary with a few words and control tokens, a target whose logits are a hash of the
-last tokens it *sees* (so a wrong KV row or mask changes its output), scripts that force a
-reply, and drafters that are right, wrong or random.
+Byte vocabulary with a few words and control tokens, a target whose logits are a hash of
+the last tokens it *sees* (so a wrong KV row or mask changes its output), scripts that
+force a reply, and drafters that are right, wrong or random.
 """
 
 from __future__ import annotations
@@ -79,9 +79,10 @@ class ToyTemplate:
 
 
 class ToyTarget:
-    """Logits of a row: a hash of the last `order` tokens on its path, as the cache holds them.
+    """Logits of a row: a hash of the last `order` tokens of its path, by its cache.
 
-    script: a function from the visible sequence to the token to force, or None. The cache keeps
+    script: a function from the visible sequence to the token to force, or None. The
+        cache keeps
     one token per row, so a session that commits or cuts wrongly reads a different past.
     """
 

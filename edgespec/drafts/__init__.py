@@ -17,6 +17,6 @@ def check_verify(option: str) -> None:
     """Raises UsageError for a verification rule that n-gram drafts cannot use."""
     if option != "coupled":
         raise UsageError(
-            f"verify: {option!r} needs a draft that samples its children and knows their "
-            "probabilities; n-gram drafts are verified with coupled"
+            f"verify: {option!r} needs a draft that samples its children and knows "
+            "their probabilities; n-gram drafts are verified with coupled"
         )

@@ -18,7 +18,7 @@ class Drafter(Protocol):
     def propose(self, sequence: NDArray[np.int32]) -> Tree | None:
         """A tree whose root is the sequence's last token; None for a plain round.
 
-        It is clipped to the room left in the context and in the reply. Lossless whatever it
-        holds, as long as it is a function of the sequence.
+        It is clipped to the room left in the context and in the reply. Lossless
+        whatever it holds, as long as it is a function of the sequence.
         """
         ...

@@ -1,9 +1,9 @@
-"""ONNX Runtime as the verifying target: KV in place, accepted rows compacted by the C core."""
+"""ONNX Runtime as the verifying target: KV in place, accepted rows compacted in C."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +27,7 @@ INPUTS = {
 PROBE_PARENTS = (-1, 0, 0, 1, 2, 2, 4)
 PROBE_LEAVES = (3, 5, 6)
 PROBE_PREFIX = 11
+SPIN_US = "100"
 
 
 class OnnxTarget:
@@ -95,7 +96,7 @@ class OnnxTarget:
     def forward(
         self, tree: Tree, logit_rows: NDArray[np.int64] | None = None
     ) -> NDArray[np.float32]:
-        """Logits (m, vocab) of the rows asked for; the next forward reuses the array."""
+        """Logits (m, vocab) of the rows asked for; reused by the next forward."""
         n = tree.n
         if self._length + n > self.context:
             raise ContextError(
@@ -135,12 +136,13 @@ class OnnxTarget:
         return logits[:wanted]
 
     def prefill(self, tokens: NDArray[np.int32]) -> NDArray[np.float32]:
-        """Forwards a chain in one go and commits it; logits (vocab,) of the last row."""
+        """Forwards a chain at once and commits it; logits (vocab,) of the last row."""
         n = len(tokens)
         logits = self.forward(chain(tokens), np.array([n - 1], dtype=np.int64))
         self._length += n
         self._open_rows = 0
-        return logits[0]
+        last: NDArray[np.float32] = logits[0]
+        return last
 
     def commit(self, rows: NDArray[np.int32]) -> None:
         rows = np.ascontiguousarray(rows, dtype=np.int32)
@@ -192,8 +194,8 @@ class OnnxTarget:
                     isinstance(n_heads, int) and isinstance(head_dim, int)
                 ):
                     raise FormatError(
-                        f"{self.path}: input {name}: expected fixed numbers of heads and "
-                        f"of values per head, the same in every layer, got {shape}"
+                        f"{self.path}: input {name}: expected fixed numbers of heads "
+                        f"and values per head, the same in every layer, got {shape}"
                     )
         return len(keys), n_heads, head_dim
 
@@ -208,8 +210,8 @@ class OnnxTarget:
         vocab = found["logits"].shape[-1]
         if found["logits"].type != "tensor(float)" or not isinstance(vocab, int):
             raise FormatError(
-                f"{self.path}: output logits: expected float with a fixed vocabulary, got "
-                f"{found['logits'].type} {found['logits'].shape}"
+                f"{self.path}: output logits: expected float with a fixed vocabulary, "
+                f"got {found['logits'].type} {found['logits'].shape}"
             )
         return vocab, tuple(taps)
 
@@ -232,7 +234,7 @@ class OnnxTarget:
         return self._logits[:rows]
 
     def _make_exact(self) -> bool:
-        """Row invariance, with twins if that is what it takes; without where it is not."""
+        """Row invariance, with twins only if that is what it takes."""
         for self.has_twin_rows in (False, True):
             if self._is_row_invariant():
                 return True
@@ -240,7 +242,7 @@ class OnnxTarget:
         return False
 
     def _is_row_invariant(self) -> bool:
-        """Whether rows alone, in chains and in a tree have the same bits; leaves no rows."""
+        """Whether rows alone, in chains and in a tree have the same bits."""
         n = PROBE_PREFIX + len(PROBE_PARENTS)
         if n > self.context:
             return False
@@ -280,6 +282,9 @@ def _open(path: Path, threads: int, providers: Sequence[str]) -> ort.InferenceSe
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
     options.execution_mode = ort.ExecutionMode.ORT_SEQUENTIAL
+    # Threads wait actively between the ops of a forward, not longer: spinning through
+    # the pauses between forwards takes the cores from whoever else needs them.
+    options.add_session_config_entry("session.intra_op.spin_duration_us", SPIN_US)
     # Every tree size is a new shape; a remembered allocation plan per shape only grows.
     options.enable_mem_pattern = False
     options.log_severity_level = 4  # errors come back as exceptions; never print
@@ -296,13 +301,14 @@ def _open(path: Path, threads: int, providers: Sequence[str]) -> ort.InferenceSe
 
 
 def _compare_names(
-    path: Path, what: str, wanted: Sequence[str] | dict[str, object], found: object
+    path: Path, what: str, wanted: Iterable[str], found: Iterable[str]
 ) -> None:
+    wanted, found = list(wanted), list(found)
     missing = [name for name in wanted if name not in found]
     extra = [name for name in found if name not in wanted]
     if missing or extra:
         raise FormatError(
             f"{path}: not a target graph of this version: {what}s missing: "
-            f"{', '.join(missing) or 'none'}; unexpected: {', '.join(extra) or 'none'}. "
-            "Export it again with edgespec export"
+            f"{', '.join(missing) or 'none'}; unexpected: "
+            f"{', '.join(extra) or 'none'}. Export it again with edgespec export"
         )

@@ -39,7 +39,7 @@ def read_shape(option: str) -> Tree | None:
 
 
 def from_record(parent: Sequence[int], rank: Sequence[int], *, where: str) -> Tree:
-    """A shape from its record. Raises FormatError naming the first row that breaks a rule."""
+    """A shape from its record; FormatError names the first row that breaks a rule."""
     n = len(parent)
     if n != len(rank):
         raise FormatError(f"{where}: {n} parents but {len(rank)} ranks")
@@ -60,7 +60,7 @@ def from_record(parent: Sequence[int], rank: Sequence[int], *, where: str) -> Tr
             )
         if rank[row] < 0 or (parent[row], rank[row]) in seen:
             raise FormatError(
-                f"{where}: row {row}: rank {rank[row]} is negative or taken by a sibling"
+                f"{where}: row {row}: rank {rank[row]} is negative or a sibling's"
             )
         seen.add((parent[row], rank[row]))
         depth[row] = depth[parent[row]] + 1
@@ -75,7 +75,7 @@ def from_record(parent: Sequence[int], rank: Sequence[int], *, where: str) -> Tr
 
 
 def from_rank_paths(paths: Sequence[Sequence[int]], *, where: str) -> Tree:
-    """A shape from Medusa choices: each path lists the ranks from the root to one row."""
+    """A shape from Medusa choices: a path lists the ranks from the root to a row."""
     rows: dict[tuple[int, ...], int] = {(): 0}
     parent, rank = [-1], [0]
     for path in sorted({tuple(path) for path in paths}, key=lambda p: (len(p), p)):
