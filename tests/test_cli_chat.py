@@ -71,6 +71,11 @@ def test_system_text_comes_first(loads, capsys) -> None:
     assert prompt_of(loads).startswith("system: Be brief.\nuser: hi\n")
 
 
+def test_length_of_replies(loads, capsys) -> None:
+    assert main(["chat", "m", "hi", "-n", "2"]) == 0
+    assert capsys.readouterr().out == "he\n"
+
+
 def test_question_without_model_says_what_to_type(loads, capsys) -> None:
     assert main(["chat", "What is a tree?"]) == 2
     assert 'edgespec chat smollm2-135m "What is a tree?"' in capsys.readouterr().err

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from edgespec.cli.opening import open_session
-from edgespec.cli.options import DEFAULT_MODEL, Offline, settings
+from edgespec.cli.options import DEFAULT_MODEL, MaxTokens, Offline, settings
 from edgespec.cli.render import (
     TextWriter,
     mark_drafted,
@@ -19,7 +19,7 @@ from edgespec.cli.render import (
     use_colour,
 )
 from edgespec.cli.terminal import note
-from edgespec.config import Runtime, Sampling, Speculation
+from edgespec.config import Runtime, Sampling, Speculation, Stopping
 from edgespec.errors import EdgeSpecError, UsageError
 
 if TYPE_CHECKING:
@@ -66,6 +66,7 @@ def command(
     system: Annotated[
         str | None, typer.Option("--system", help="What the model is told first.")
     ] = None,
+    max_tokens: MaxTokens = Stopping().max_tokens,
     offline: Offline = False,
 ) -> None:
     """Talk to a model.
@@ -83,7 +84,14 @@ def command(
             f'edgespec chat {DEFAULT_MODEL} "{model}"'
         )
     session = open_session(model, speculation, runtime, offline=offline)
-    chat = Chat(Conversation(session, system=system, sampling=sampling))
+    chat = Chat(
+        Conversation(
+            session,
+            system=system,
+            sampling=sampling,
+            stopping=Stopping(max_tokens=max_tokens),
+        )
+    )
     if question is not None:
         chat.show(chat.conversation.ask(question))
         if sys.stderr.isatty():

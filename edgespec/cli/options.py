@@ -27,6 +27,15 @@ Model = Annotated[
         show_default=False,
     ),
 ]
+MaxTokens = Annotated[
+    int | None,
+    typer.Option(
+        "--max-tokens",
+        "-n",
+        min=0,
+        help="Most tokens of a reply. Default: until the context is full.",
+    ),
+]
 DEFAULT_MODEL = "smollm2-135m"
 
 
@@ -206,12 +215,3 @@ def _fill(kind: type, values: dict[str, Any]) -> Any:
     if isinstance(filled, Sampling):
         check_sampling(filled)
     return filled
-
-
-def setting_names() -> dict[str, tuple[type, str]]:
-    """What /set of the chat knows: spelling -> (settings dataclass, field)."""
-    return {
-        flag.name.removeprefix("--"): (kind, flag.field)
-        for kind, flags in _FLAGS.items()
-        for flag in flags
-    }
