@@ -15,9 +15,10 @@ from edgespec.version import __version__
 
 if TYPE_CHECKING:
     from edgespec.config import Runtime, Sampling, Speculation, Stopping
+    from edgespec.loading import load
     from edgespec.memory import Memory
     from edgespec.reply import Delta, Reply, TokenLogprobs
-    from edgespec.session import Session, load
+    from edgespec.session import Session
     from edgespec.stats import Stats
 
 # Imported on first use: the command line must answer --help without loading numpy.
@@ -32,7 +33,7 @@ _HOMES = {
     "Stats": "stats",
     "Stopping": "config",
     "TokenLogprobs": "reply",
-    "load": "session",
+    "load": "loading",
 }
 
 __all__ = [
@@ -54,7 +55,7 @@ __all__ = [
 
 def generate(model: str, prompt: str, **options: Any) -> Iterator[Delta]:
     """Loads a model, streams one reply, frees it; options of Session.generate."""
-    from edgespec.session import load
+    from edgespec.loading import load
 
     with load(model) as session:
         yield from session.generate(prompt, **options)

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
 from edgespec._native import SampleParams
-from edgespec.bundle import Bundle
-from edgespec.chat import ChatTemplate
 from edgespec.config import (
-    DEFAULT_CONTEXT,
     FALLBACK_TEMPERATURE,
     FALLBACK_TOP_P,
     Runtime,
@@ -20,15 +16,13 @@ from edgespec.config import (
     Stopping,
     check_sampling,
 )
-from edgespec.cpu import usable_cores
 from edgespec.drafts.base import Drafter
-from edgespec.engine import Engine, check_speculation
-from edgespec.errors import ContextError, UnsupportedError, UsageError
+from edgespec.engine import Engine
+from edgespec.errors import ContextError, UsageError
 from edgespec.generation import Generation, Request
 from edgespec.memory import Excerpt, Memory
 from edgespec.reply import Reply
 from edgespec.targets.base import Target
-from edgespec.tokenizer import Tokenizer
 from edgespec.transcript import Transcript
 
 Message = Mapping[str, Any]
@@ -341,84 +335,3 @@ class Session:
             seed=secrets.randbits(64) if given.seed is None else given.seed,
             logit_bias=tuple(sorted(given.logit_bias.items())),
         )
-
-
-def load(
-    model: str | Path,
-    *,
-    runtime: Runtime | None = None,
-    speculation: Speculation | None = None,
-    offline: bool = False,
-    progress: Any = None,
-) -> Session:
-    """Opens a MODEL: a bundle directory, a .gguf, hf:ORG/REPO[:QUANT] or a known name.
-
-    Raises ModelNotFoundError, FormatError, BackendError and UsageError as they apply;
-    options are checked before anything is fetched.
-    """
-    from edgespec.bundle import resolve
-
-    runtime = runtime or Runtime()
-    speculation = speculation or Speculation()
-    check_speculation(speculation)
-    bundle = resolve(str(model), offline=offline, progress=progress)
-    return open_session(bundle, runtime=runtime, speculation=speculation)
-
-
-def open_session(
-    bundle: Bundle,
-    *,
-    runtime: Runtime | None = None,
-    speculation: Speculation | None = None,
-) -> Session:
-    """A session on an opened bundle."""
-    runtime = runtime or Runtime()
-    manifest = bundle.manifest
-    entry = manifest.tokenizer
-    tokenizer = Tokenizer(
-        bundle.tokenizer_json, entry.bos_id, entry.eos_ids, entry.add_bos
-    )
-    template = ChatTemplate(bundle.chat_template, tokenizer)
-    generation = manifest.generation
-    return Session(
-        open_target(bundle, runtime),
-        tokenizer,
-        template,
-        name=manifest.name,
-        eos_ids=entry.eos_ids,
-        temperature=generation.temperature if generation else None,
-        top_p=generation.top_p if generation else None,
-        speculation=speculation,
-        prefill_chunk=runtime.prefill_chunk,
-    )
-
-
-def open_target(bundle: Bundle, runtime: Runtime) -> Target:
-    """The target a runtime asks for: onnx where there is a graph, else llamacpp."""
-    limit = bundle.manifest.architecture.max_position
-    context = (
-        min(DEFAULT_CONTEXT, limit) if runtime.context is None else runtime.context
-    )
-    if not 1 <= context <= limit:
-        raise UsageError(
-            f"ctx: expected 1 to {limit}, this model's limit, got {context}"
-        )
-    threads = usable_cores() if runtime.threads is None else runtime.threads
-    if threads < 1:
-        raise UsageError(f"threads: expected 1 or more, got {threads}")
-    backend = runtime.backend
-    if backend == "auto":
-        backend = "onnx" if "target.onnx" in bundle else "llamacpp"
-    if backend == "onnx":
-        from edgespec.targets.onnx import OnnxTarget
-
-        return OnnxTarget(
-            bundle.path_of("target.onnx"), context=context, threads=threads
-        )
-    if backend == "llamacpp":
-        from edgespec.targets.llamacpp import LlamaCppTarget
-
-        return LlamaCppTarget(
-            bundle.path_of("target.gguf"), context=context, threads=threads
-        )
-    raise UnsupportedError(f"backend: expected auto, onnx or llamacpp, got {backend!r}")

@@ -12,8 +12,9 @@ import pytest
 from edgespec.bundle import Bundle
 from edgespec.config import Runtime, Sampling, Speculation, Stopping
 from edgespec.conversation import Conversation
-from edgespec.errors import UnsupportedError, UsageError
-from edgespec.session import Session, open_session
+from edgespec.errors import UsageError
+from edgespec.loading import open_session
+from edgespec.session import Session
 from edgespec.transcript import Transcript
 
 GREEDY = Sampling(temperature=0)
@@ -76,7 +77,7 @@ import json
 from pathlib import Path
 from edgespec.bundle import open_bundle
 from edgespec.config import Runtime, Sampling, Stopping
-from edgespec.session import open_session
+from edgespec.loading import open_session
 bundle = open_bundle(Path({str(smollm2_bundle.directory)!r}))
 session = open_session(bundle, runtime=Runtime(context=512))
 sampling, stopping = Sampling(temperature=2.0, seed=42), Stopping(max_tokens=10)
@@ -165,7 +166,8 @@ def test_c35_options_that_do_not_fit_the_model(smollm2_bundle: Bundle) -> None:
         (Runtime(context=1 << 20), UsageError, "ctx"),
         (Runtime(context=0), UsageError, "ctx"),
         (Runtime(threads=0), UsageError, "threads"),
-        (Runtime(backend="native"), UnsupportedError, "backend"),
+        (Runtime(prefill_chunk=0), UsageError, "prefill_chunk"),
+        (Runtime(backend="native"), UsageError, "backend"),
     ):
         with pytest.raises(error, match=words):
             open_session(smollm2_bundle, runtime=runtime)

@@ -20,6 +20,7 @@ from edgespec.errors import (
     FormatError,
     UsageError,
 )
+from edgespec.memory import Memory
 from edgespec.session import Session
 from edgespec.targets.onnx import OnnxTarget
 from edgespec.tree.topology import chain
@@ -108,13 +109,14 @@ def test_a_graph_that_rounds_lone_rows_differently_gets_twins_or_says_so(
 
 
 def test_a_twin_fits_behind_the_last_row(graphs) -> None:
-    model = target(graphs, "F32-explicit-0", context=20)
-    model.prefill(tokens(19))
+    limit = checkpoints.Shape().max_position
+    model = target(graphs, "F32-explicit-0", context=limit)
+    model.prefill(tokens(limit - 1))
     assert model.has_twin_rows
     model.forward(chain(tokens(1)))
     model.commit(np.zeros(1, np.int32))
-    assert model.length == 20
-    with pytest.raises(ContextError, match="20"):
+    assert model.length == limit
+    with pytest.raises(ContextError, match=str(limit)):
         model.forward(chain(tokens(1)))
 
 
@@ -214,6 +216,54 @@ def test_c08_speculation_gives_the_plain_reply(graphs, name, temperature) -> Non
             assert replies[1].stats.drafted > 0
 
 
+def test_c01_six_hundred_tokens_with_rejected_drafts(tmp_path: Path) -> None:
+    shape = checkpoints.Shape(max_position=640)
+    source = checkpoints.gguf_checkpoint(tmp_path / "m.gguf", shape)
+    onnx_graph.write(sources.read(source), tmp_path / "m.onnx")
+    model = OnnxTarget(tmp_path / "m.onnx", context=640, threads=1)
+    engine = session(model, speculation=Speculation(rows=8))
+    replies = []
+    for engine.is_speculating in (False, True):
+        engine.reset()
+        replies.append(
+            engine.complete(
+                tokens(12, 7).tolist(),
+                sampling=Sampling(temperature=0.6, top_k=4, seed=1),
+                stopping=Stopping(max_tokens=600),
+            )
+        )
+    assert replies[0].tokens == replies[1].tokens
+    assert len(replies[0].tokens) == 600
+    stats = replies[1].stats
+    assert 0 < stats.accepted < stats.drafted
+
+
+def test_c34_turns_are_dropped_alike_with_and_without_speculation(graphs) -> None:
+    template = toy.ToyTemplate(toy.ToyTokenizer())
+    replies = []
+    for is_speculating in (False, True):
+        model = target(graphs, "F32-explicit-4", context=96)
+        engine = session(model, template=template)
+        engine.is_speculating = is_speculating
+        memory, messages = Memory(), [{"role": "system", "content": "s"}]
+        said, notices = [], 0
+        for turn in range(8):
+            messages.append({"role": "user", "content": f"question {turn} " * 2})
+            generation = engine.chat(
+                messages,
+                memory=memory,
+                sampling=Sampling(temperature=0),
+                stopping=Stopping(max_tokens=40),
+            )
+            notices += sum(bool(delta.notice) for delta in generation)
+            said.append(generation.reply.tokens)
+            messages.append({"role": "assistant", "content": generation.reply.text})
+        assert notices > 2
+        replies.append(said)
+    assert replies[0] == replies[1]
+    assert all(len(tokens) == 40 for tokens in replies[0])
+
+
 def test_c06_tree_shapes_on_random_weights(graphs, tmp_path: Path) -> None:
     model = target(graphs, "Q4_1-explicit-4", context=400)
     shape = {"parent": [-1, *(i // 2 for i in range(62))]}
@@ -264,6 +314,7 @@ def test_c40_memory_does_not_grow_with_turns(graphs) -> None:
 import resource
 from pathlib import Path
 from edgespec.config import Stopping
+from edgespec.memory import Memory
 from edgespec.session import Session
 from edgespec.targets.onnx import OnnxTarget
 from tests import toy

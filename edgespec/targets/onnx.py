@@ -108,7 +108,7 @@ class OnnxTarget:
         wanted = len(logit_rows)
         if self.has_twin_rows:
             if n == 1:
-                tree = chain(np.repeat(tree.tokens, 2))
+                tree = _with_twin(tree)
             if wanted == 1:
                 logit_rows = np.repeat(logit_rows, 2)
         logits = self._logits_buffer(len(logit_rows))
@@ -273,6 +273,17 @@ class OnnxTarget:
             return np.array_equal(self.forward(chain(rest[:1])), behind)
         finally:
             self.truncate(0)
+
+
+def _with_twin(tree: Tree) -> Tree:
+    """A lone row and its copy, at the same position, neither seeing the other."""
+    return Tree(
+        tokens=np.repeat(tree.tokens, 2),
+        parent=np.array([-1, -1], dtype=np.int32),
+        rank=np.array([0, 1], dtype=np.int32),
+        depth=np.zeros(2, dtype=np.int32),
+        mask=np.eye(2, dtype=np.bool_),
+    )
 
 
 def _open(path: Path, threads: int, providers: Sequence[str]) -> ort.InferenceSession:
