@@ -6,18 +6,21 @@ import importlib
 import os
 import platform
 import shutil
+import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from edgespec import _native, cache, cpu, machine
 from edgespec.machine import Rates
 from edgespec.progress import Progress, silent
+from edgespec.tiny import tiny_gguf, tiny_graph
+from edgespec.tree.shape import from_record
 from edgespec.version import __version__
 
 HUB = "https://huggingface.co"
@@ -144,14 +147,27 @@ def try_onnx() -> Backend:
 
 
 def try_llamacpp() -> Backend:
-    """Loads the llama.cpp library, starts it and asks what it was built for."""
+    """Forwards a branching tree of a tiny model; tells what llama.cpp was built for."""
 
     def run(llama: Any) -> str:
-        llama.llama_backend_init()
+        from edgespec.targets.llamacpp import LlamaCppTarget
+
+        with tempfile.TemporaryDirectory() as directory:
+            path = Path(directory, "tiny.gguf")
+            path.write_bytes(tiny_gguf())
+            target = LlamaCppTarget(path, context=32, threads=1)
+            try:
+                target.prefill(np.array([1, 2, 3], dtype=np.int32))
+                tree = from_record([-1, 0, 0], [0, 0, 1], where="doctor")
+                logits = target.forward(tree)
+                if not np.isfinite(logits).all():
+                    raise RuntimeError("llama.cpp computes NaN")
+            finally:
+                target.close()
         info = llama.llama_print_system_info().decode("utf-8", "replace")
         found = [part.strip() for part in info.replace("CPU :", "").split("|")]
         names = [part.split()[0] for part in found if part.endswith("= 1")]
-        return f"library loaded; built with {', '.join(names) or 'no features'}"
+        return f"ran a tree; built with {', '.join(names) or 'no features'}"
 
     return _attempt(
         "llamacpp", "llama_cpp", run, "pip install 'edgespec[llama]' (compiles C++)"
@@ -172,79 +188,3 @@ def _attempt(name: str, module: str, run: Callable[[Any], str], remedy: str) -> 
         return Backend(name, True, version, run(found))
     except Exception as error:  # the point is to report whatever goes wrong
         return Backend(name, False, version, f"{type(error).__name__}: {error}")
-
-
-# ---- a graph small enough to write by hand -------------------------------------------
-
-
-def tiny_graph() -> tuple[bytes, NDArray[np.float32], NDArray[np.float32]]:
-    """An ONNX model of one MatMulNBits (block 32), an input x and its result y.
-
-    Written as protobuf fields, so that no package for writing ONNX is needed.
-    """
-    k, n = 32, 16
-    generator = np.random.default_rng(0)
-    codes = generator.integers(0, 16, (n, k), dtype=np.uint8)
-    packed = codes[:, 0::2] | codes[:, 1::2] << 4
-    scales = generator.uniform(0.01, 0.1, n).astype(np.float32)
-    x = generator.standard_normal((1, k)).astype(np.float32)
-    weights = (codes.astype(np.float32) - 8) * scales[:, None]
-    attributes = {"K": k, "N": n, "bits": 4, "block_size": 32, "accuracy_level": 4}
-    node = b"".join(
-        [
-            *(_text(1, name) for name in ("x", "codes", "scales")),
-            _text(2, "y"),
-            _text(4, "MatMulNBits"),
-            *(
-                _bytes(5, _text(1, name) + _number(3, value) + _number(20, 2))
-                for name, value in attributes.items()
-            ),
-            _text(7, "com.microsoft"),
-        ]
-    )
-    graph = b"".join(
-        [
-            _bytes(1, node),
-            _text(2, "tiny"),
-            _bytes(5, _tensor("codes", 2, (n, 1, k // 2), packed.tobytes())),
-            _bytes(5, _tensor("scales", 1, (n,), scales.tobytes())),
-            _bytes(11, _value("x", (1, k))),
-            _bytes(12, _value("y", (1, n))),
-        ]
-    )
-    opsets = (("", 17), ("com.microsoft", 1))
-    model = _number(1, 8) + _bytes(7, graph)
-    for domain, version in opsets:
-        model += _bytes(8, _text(1, domain) + _number(2, version))
-    return model, x, x @ weights.T
-
-
-def _varint(value: int) -> bytes:
-    out = bytearray()
-    while value > 127:
-        out.append(value & 127 | 128)
-        value >>= 7
-    out.append(value)
-    return bytes(out)
-
-
-def _number(field: int, value: int) -> bytes:
-    return _varint(field << 3) + _varint(value)
-
-
-def _bytes(field: int, data: bytes) -> bytes:
-    return _varint(field << 3 | 2) + _varint(len(data)) + data
-
-
-def _text(field: int, text: str) -> bytes:
-    return _bytes(field, text.encode())
-
-
-def _tensor(name: str, dtype: int, shape: tuple[int, ...], data: bytes) -> bytes:
-    sides = b"".join(_number(1, side) for side in shape)
-    return sides + _number(2, dtype) + _text(8, name) + _bytes(9, data)
-
-
-def _value(name: str, shape: tuple[int, ...]) -> bytes:
-    sides = b"".join(_bytes(1, _number(1, side)) for side in shape)
-    return _text(1, name) + _bytes(2, _bytes(1, _number(1, 1) + _bytes(2, sides)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 import types
@@ -10,8 +11,9 @@ import numpy as np
 import onnx
 import pytest
 
-from edgespec import doctor
+from edgespec import doctor, tiny
 from edgespec.cli.app import main
+from edgespec.inspection import inspect_file
 from edgespec.machine import Rates
 
 
@@ -64,11 +66,11 @@ def test_backend_that_breaks_says_why(monkeypatch) -> None:
     broken = types.ModuleType("llama_cpp")
     broken.__version__ = "9.9"  # type: ignore[attr-defined]
 
-    def fail() -> None:
+    def fail(*arguments: object, **options: object) -> None:
         raise OSError("libgomp is missing")
 
-    broken.llama_backend_init = fail  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "llama_cpp", broken)
+    monkeypatch.setattr("edgespec.targets.llamacpp.LlamaCppTarget", fail)
     found = doctor.try_llamacpp()
     assert not found.works
     assert found.version == "9.9"
@@ -76,15 +78,31 @@ def test_backend_that_breaks_says_why(monkeypatch) -> None:
 
 
 def test_runtime_that_computes_nonsense_does_not_work(monkeypatch) -> None:
-    model, inputs, expected = doctor.tiny_graph()
+    model, inputs, expected = tiny.tiny_graph()
     monkeypatch.setattr(doctor, "tiny_graph", lambda: (model, inputs, expected + 1))
     found = doctor.try_onnx()
     assert not found.works
     assert "wrong values" in found.detail
 
 
+def test_llamacpp_runs_a_tree_where_it_is_installed() -> None:
+    found = doctor.try_llamacpp()
+    is_installed = importlib.util.find_spec("llama_cpp") is not None
+    assert found.works == is_installed, found.detail
+    assert ("ran a tree" if is_installed else "not installed") in found.detail
+
+
+def test_tiny_gguf_is_a_valid_file(tmp_path) -> None:
+    path = tmp_path / "tiny.gguf"
+    path.write_bytes(tiny.tiny_gguf())
+    found = inspect_file(path)
+    assert found.architecture is not None
+    assert found.architecture.n_layers == 1
+    assert found.layouts["gguf"].types["F32"].tensors == 11
+
+
 def test_tiny_graph_is_a_valid_model() -> None:
-    data, x, y = doctor.tiny_graph()
+    data, x, y = tiny.tiny_graph()
     model = onnx.load_from_string(data)
     onnx.checker.check_model(model)
     (node,) = model.graph.node

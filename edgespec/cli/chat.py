@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from edgespec.cli.opening import open_session
-from edgespec.cli.options import DEFAULT_MODEL, MaxTokens, Offline, settings
+from edgespec.cli.options import (
+    DEFAULT_MODEL,
+    UNLIMITED,
+    MaxTokens,
+    Offline,
+    settings,
+)
 from edgespec.cli.render import (
     TextWriter,
     mark_drafted,
@@ -66,7 +72,7 @@ def command(
     system: Annotated[
         str | None, typer.Option("--system", help="What the model is told first.")
     ] = None,
-    max_tokens: MaxTokens = Stopping().max_tokens,
+    max_tokens: MaxTokens = UNLIMITED,
     offline: Offline = False,
 ) -> None:
     """Talk to a model.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from edgespec.cli.opening import open_session
-from edgespec.cli.options import MaxTokens, Model, Offline, settings
+from edgespec.cli.options import UNLIMITED, MaxTokens, Model, Offline, settings
 from edgespec.cli.render import TextWriter, status_line
 from edgespec.cli.terminal import note
 from edgespec.config import Runtime, Sampling, Speculation, Stopping
@@ -37,7 +37,7 @@ def command(
         str | None,
         typer.Option("--file", "-f", metavar="FILE", help="Read the prompt from FILE."),
     ] = None,
-    max_tokens: MaxTokens = Stopping().max_tokens,
+    max_tokens: MaxTokens = UNLIMITED,
     stop: Annotated[
         list[str] | None,
         typer.Option("--stop", metavar="STR", help="End before this text. Repeatable."),

@@ -12,7 +12,13 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 import typer
 
 from edgespec import config
-from edgespec.config import Runtime, Sampling, Speculation, check_sampling
+from edgespec.config import (
+    Runtime,
+    Sampling,
+    Speculation,
+    Stopping,
+    check_sampling,
+)
 from edgespec.errors import UsageError
 
 Offline = Annotated[
@@ -36,6 +42,7 @@ MaxTokens = Annotated[
         help="Most tokens of a reply. Default: until the context is full.",
     ),
 ]
+UNLIMITED = Stopping().max_tokens
 DEFAULT_MODEL = "smollm2-135m"
 
 
