@@ -20,7 +20,7 @@ from prompt_toolkit.output import DummyOutput
 import edgespec
 from edgespec.cli.app import main
 from edgespec.cli.chat import Chat
-from edgespec.config import Sampling
+from edgespec.config import Sampling, Speculation
 from edgespec.conversation import Conversation, read_messages
 from edgespec.errors import ContextError, FormatError, UsageError
 from tests.scripted import scripted_session
@@ -35,7 +35,8 @@ ANSWERS = {
 
 @pytest.fixture
 def session():
-    return scripted_session(ANSWERS)
+    # A fixed shape is drafted whatever the clock says of its worth.
+    return scripted_session(ANSWERS, speculation=Speculation(tree="chain:3"))
 
 
 @pytest.fixture

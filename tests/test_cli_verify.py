@@ -10,7 +10,7 @@ import pytest
 import edgespec
 from edgespec._native import tree_derive
 from edgespec.cli.app import main
-from edgespec.config import Sampling
+from edgespec.config import Sampling, Speculation
 from edgespec.errors import FormatError, UsageError
 from edgespec.replay import NO_TOKEN, ends_early, path_first
 from edgespec.verification import first_difference, read_prompts, verify
@@ -21,6 +21,7 @@ HA = "ha ha ha ha ha ha ha ha ha ha"
 ANSWERS = {"ha": HA, "hi": "hello", "lo": "la la la lo la la la lo la la la lo"}
 # Within the repeats, where rounds have several rows.
 RIVAL = {HA[:15]: "x"}
+ALWAYS = Speculation(tree="chain:3")  # whatever the clock says of its worth
 
 
 class SecondBranch:
@@ -54,7 +55,7 @@ def prompts(tmp_path):
 @pytest.fixture
 def load(monkeypatch):
     def use(**target):
-        session = scripted_session(ANSWERS, **target)
+        session = scripted_session(ANSWERS, speculation=ALWAYS, **target)
         monkeypatch.setattr(edgespec, "load", lambda *_, **__: session)
         return session
 
