@@ -23,7 +23,7 @@ class Rope:
     kind: str  # "default" | "linear" | "llama3" | "yarn"
     inv_freq: NDArray[np.float64]  # (dim / 2,)
     attention_factor: float = 1.0
-    config: Mapping[str, Any] = field(default_factory=dict)  # as in config.json, for writers
+    config: Mapping[str, Any] = field(default_factory=dict)  # as in config.json
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class ModelConfig:
 class Tensor:
     """One weight, not in memory until asked for. Rows of q and k are in half-split order."""
 
-    name: str  # as in GGUF without ".weight": "token_embd", "blk.0.attn_q", "output_norm"
+    name: str  # as in GGUF without ".weight": "token_embd", "blk.0.attn_q", "output"
     shape: tuple[int, ...]  # numpy order: (out, in) or (n,)
     kind: str  # ggml type name: "F32", "F16", "BF16", "Q4_1", ...
     load_raw: Callable[[], NDArray[np.uint8]]  # () -> (rows, bytes of a row), as stored
@@ -80,4 +80,4 @@ class WeightSet:
     top_p: float | None
     name: str | None
     origin: Origin
-    gguf_metadata: Mapping[str, Any] | None = None  # of a GGUF source, kept by the GGUF writer
+    gguf_metadata: Mapping[str, Any] | None = None  # of a GGUF source

@@ -20,7 +20,9 @@ class Capabilities:
     window: bool  # sliding-window KV
     snapshot: bool  # saves and restores its KV
     row_invariant: bool  # a row's logits do not depend on the rows beside it, by probe
-    kv_block: int = 0  # 0, or row invariance needs trees inside blocks of this many rows
+    kv_block: int = (
+        0  # 0, or row invariance needs trees inside blocks of this many rows
+    )
 
 
 class Target(Protocol):

@@ -18,7 +18,7 @@ class Tree:
     parent: NDArray[np.int32]  # (n,), parent[0] == -1
     rank: NDArray[np.int32]  # (n,), among the parent's children, best first
     depth: NDArray[np.int32]  # (n,), root 0
-    mask: NDArray[np.bool_]  # (n, n), row = query, true iff column is the row or an ancestor
+    mask: NDArray[np.bool_]  # (n, n), true iff the column is above or is the row
 
     @property
     def n(self) -> int:
