@@ -1,4 +1,4 @@
-"""Every default of the runtime, once. The command line reads these; C gets filled structs."""
+"""Every default of the runtime, once: the command line and the C core get them here."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from edgespec.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How the next token is chosen. None = the model's generation config, else FALLBACK_*."""
+    """How the next token is chosen. None: as the model says, else FALLBACK_*."""
 
     temperature: float | None = None
     top_k: int = 0
@@ -51,7 +51,7 @@ class Runtime:
 
 DEFAULT_CONTEXT = 4096
 
-# By backend: the prior for c(n) / c(1) = 1 + slope * (n - 1) until real rounds were timed, and
+# By backend: the prior for c(n) / c(1) = 1 + slope * (n - 1) until rounds were timed, and
 # the cost itself where timing must not decide (an explicit seed).
 COST_SLOPE = {"onnx": 0.3, "llamacpp": 0.5}
 FALLBACK_COST_SLOPE = 0.4

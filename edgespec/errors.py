@@ -1,4 +1,4 @@
-"""Errors a user can meet. Messages say what, where, expected, got and what to do next."""
+"""Errors a user can meet. Messages say what, where, expected, got and what next."""
 
 
 class EdgeSpecError(Exception):

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 class Rope:
     """Rotary embedding, half-split pairing (dimension i with i + dim / 2).
 
-    inv_freq holds the final frequencies, every scaling applied; attention_factor multiplies cos
-    and sin (YaRN), 1 otherwise.
+    inv_freq holds the final frequencies, every scaling applied; attention_factor
+    multiplies cos and sin (YaRN), 1 otherwise.
     """
 
     theta: float
@@ -46,7 +46,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """One weight, not in memory until asked for. Rows of q and k are in half-split order."""
+    """One weight, loaded when asked for. Rows of q and k are in half-split order."""
 
     name: str  # as in GGUF without ".weight": "token_embd", "blk.0.attn_q", "output"
     shape: tuple[int, ...]  # numpy order: (out, in) or (n,)

@@ -28,8 +28,8 @@ class Capabilities:
 class Target(Protocol):
     """A model with its KV cache. One conversation at a time, one thread at a time.
 
-    Rows are forwarded behind the `length` committed ones and stay provisional until `commit`
-    or the next `forward`, which drops them.
+    Rows are forwarded behind the `length` committed ones and stay provisional until
+    `commit` or the next `forward`, which drops them.
     """
 
     name: str  # "onnx", "llamacpp"

@@ -27,9 +27,9 @@ INPUTS = {
 PROBE_PARENTS = (-1, 0, 0, 1, 2, 2, 4)
 PROBE_LEAVES = (3, 5, 6)
 PROBE_PREFIX = 11
-# ONNX Runtime's float matrix product adds up a long inner dimension in blocks: of 128, or of
-# 128 times a power of two where the outputs are few. Seen as a changed last bit when a tree
-# straddles one.
+# ONNX Runtime's float matrix product adds up a long inner dimension in blocks: of 128,
+# or of 128 times a power of two where the outputs are few. Seen as a changed last bit
+# when a tree straddles one.
 KEY_BLOCK = 128
 SPIN_US = "100"
 

@@ -12,7 +12,7 @@ MAX_ROWS = 64
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """Row 0 is the root: the last emitted token, not yet in KV. Parents precede children."""
+    """Row 0 is the root: the last emitted token, not yet in KV. Parents come first."""
 
     tokens: NDArray[np.int32]  # (n,)
     parent: NDArray[np.int32]  # (n,), parent[0] == -1
