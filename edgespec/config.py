@@ -51,8 +51,8 @@ class Runtime:
 
 DEFAULT_CONTEXT = 4096
 
-# By backend: the prior for c(n) / c(1) = 1 + slope * (n - 1) until rounds are timed, and
-# the cost itself where timing must not decide (an explicit seed).
+# By backend: the prior for c(n) / c(1) = 1 + slope * (n - 1) until rounds are timed,
+# and the cost itself where timing must not decide (an explicit seed).
 COST_SLOPE = {"onnx": 0.3, "llamacpp": 0.5}
 FALLBACK_COST_SLOPE = 0.4
 
