@@ -47,7 +47,7 @@ def test_c05_tree_commit_moves_keys_and_values_by_the_same_rows():
 def test_compact_refuses_paths_that_do_not_ascend(path):
     cache = np.arange(40, dtype=np.float32).reshape(1, 10, 4)
     before = cache.copy()
-    with pytest.raises(UsageError, match=r"path\[\d\]: expected at least"):
+    with pytest.raises(UsageError, match=r"path\[\d\]: expected more than"):
         _native.kv_compact(cache, 2, path)
     np.testing.assert_array_equal(cache, before)
 

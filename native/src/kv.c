@@ -12,21 +12,22 @@ es_status es_kv_compact(void *base, size_t n_blocks, size_t block_stride, size_t
                        base == NULL ? "no buffer" : n_path < 0 ? "a negative length" : "no path");
     }
     for (int32_t i = 0; i < n_path; i++) {
-        int32_t least = i == 0 ? 0 : path[i - 1] + 1;
-        if (path[i] < least) {
+        int32_t before = i == 0 ? -1 : path[i - 1];
+        if (path[i] <= before) {
             return es_fail(ES_ERR_ARGUMENT,
-                           "kv_compact: path[%d]: expected at least %d (rows ascend), got %d",
-                           (int)i, (int)least, (int)path[i]);
+                           "kv_compact: path[%d]: expected more than %d (rows ascend), got %d",
+                           (int)i, (int)before, (int)path[i]);
         }
     }
-    if (n_path > 0) {
-        size_t end = first + (size_t)path[n_path - 1] + 1;
-        if (end < first || (row_bytes > 0 && end > SIZE_MAX / row_bytes) ||
-            (n_blocks > 1 && end * row_bytes > block_stride)) {
-            return es_fail(ES_ERR_ARGUMENT,
-                           "kv_compact: row %zu of %zu bytes is outside a block of %zu bytes",
-                           end - 1, row_bytes, block_stride);
-        }
+    if (n_path == 0) {
+        return ES_OK;
+    }
+    size_t end = first + (size_t)path[n_path - 1] + 1;
+    if (end < first || (row_bytes > 0 && end > SIZE_MAX / row_bytes) ||
+        (n_blocks > 1 && end * row_bytes > block_stride)) {
+        return es_fail(ES_ERR_ARGUMENT,
+                       "kv_compact: row %zu of %zu bytes is outside a block of %zu bytes", end - 1,
+                       row_bytes, block_stride);
     }
     for (size_t block = 0; block < n_blocks; block++) {
         char *rows = (char *)base + block * block_stride + first * row_bytes;

@@ -7,6 +7,7 @@
  */
 #include "clock.h"
 
+#include <math.h>
 #include <string.h>
 
 #include "error.h"
@@ -170,7 +171,7 @@ es_status es_round_finish(es_session *s, const float *logits, size_t stride,
     if (!s->is_open) {
         return es_fail(ES_ERR_STATE, "finish: no round is open");
     }
-    if (!(seconds >= 0.0)) {
+    if (!(seconds >= 0.0) || isinf(seconds)) {
         return es_fail(ES_ERR_ARGUMENT, "seconds: expected 0 (unknown) or more, got %g", seconds);
     }
     es_verdict verdict;

@@ -9,13 +9,25 @@
 #include "sample.h"
 #include "tree.h"
 
+static es_status check_rows(const es_tree *tree)
+{
+    if (tree->n < 1 || tree->n > ES_MAX_ROWS) {
+        return es_fail(ES_ERR_ARGUMENT, "tree: expected 1 to %d rows, got %d", ES_MAX_ROWS,
+                       (int)tree->n);
+    }
+    return ES_OK;
+}
+
 /* ---- coupled ----------------------------------------------------------------------------- */
 
 es_status es_verify_coupled(const es_tree *tree, const float *logits, size_t stride, size_t vocab,
                             const es_sampling *sampling, const int32_t *history, size_t n_history,
                             uint64_t index, const uint8_t *allowed, float *scratch, es_verdict *out)
 {
-    es_status status = es_sampling_check(sampling, vocab);
+    es_status status = check_rows(tree);
+    if (status == ES_OK) {
+        status = es_sampling_check(sampling, vocab);
+    }
     if (status != ES_OK) {
         return status;
     }
@@ -182,7 +194,8 @@ static es_status reject_at(const es_tree *tree, int32_t row, const float *p, con
         }
         if (!(draft[*token] > 0.0f)) {
             return es_fail(ES_ERR_ARGUMENT,
-                           "tree row %d: token %d cannot have been drawn from q of row %d", (int)*child, (int)*token, (int)row);
+                           "tree row %d: token %d cannot have been drawn from q of row %d",
+                           (int)*child, (int)*token, (int)row);
         }
         double u = es_uniform(seed, index, draw++, ES_STREAM_REJECTION);
         if (u * (double)draft[*token] < (double)target[*token]) {
@@ -208,11 +221,15 @@ es_status es_verify_rejection(const es_tree *tree, const float *p, const float *
     if (vocab < 1 || vocab > INT32_MAX) {
         return es_fail(ES_ERR_ARGUMENT, "vocab: expected 1 to 2^31 - 1, got %zu", vocab);
     }
+    es_status status = check_rows(tree);
+    if (status != ES_OK) {
+        return status;
+    }
     es_verdict verdict = {0};
     for (int32_t row = 0; row >= 0;) {
         int32_t n = verdict.n;
         int32_t child;
-        es_status status = reject_at(tree, row, p, q, vocab, rule, seed, index + (uint64_t)n,
+        status = reject_at(tree, row, p, q, vocab, rule, seed, index + (uint64_t)n,
                                      scratch, &verdict.token[n], &child);
         if (status != ES_OK) {
             return status;
