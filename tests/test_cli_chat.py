@@ -23,6 +23,7 @@ from edgespec.cli.chat import Chat
 from edgespec.config import Sampling, Speculation
 from edgespec.conversation import Conversation, read_messages
 from edgespec.errors import ContextError, FormatError, UsageError
+from tests.processes import python
 from tests.scripted import scripted_session
 
 ANSWERS = {
@@ -403,7 +404,7 @@ class Terminal:
     def __init__(self, code: str, environment: dict[str, str]) -> None:
         self.pid, self.fd = pty.fork()
         if self.pid == 0:
-            os.execvpe(sys.executable, [sys.executable, "-c", code], environment)
+            os.execvpe(sys.executable, python(code), environment)
         self.seen = ""
 
     def wait_for(self, *texts: str) -> None:

@@ -16,6 +16,7 @@ from edgespec.cli.app import main
 from edgespec.errors import FormatError, ModelNotFoundError, UsageError
 from edgespec.version import __version__
 from tests.hub_server import Hub, serve
+from tests.processes import python
 
 REPO = "Org/Toy-GGUF"
 Output = pytest.CaptureFixture[str]
@@ -136,6 +137,7 @@ def test_closed_pipe_is_quiet(edgespec_home: Path) -> None:
     with os.fdopen(writer, "wb") as closed:
         done = subprocess.run(
             [sys.executable, "-m", "edgespec", "models", "list"],
+            cwd=edgespec_home,
             stdout=closed,
             stderr=subprocess.PIPE,
             check=False,
@@ -150,9 +152,7 @@ def test_help_is_light() -> None:
         "heavy = {'numpy', 'onnxruntime', 'onnx', 'torch', 'prompt_toolkit'};"
         "print(sorted(heavy & set(sys.modules)))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    )
+    done = subprocess.run(python(code), capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
 
 

@@ -6,7 +6,6 @@ import json
 import random
 import resource
 import subprocess
-import sys
 import threading
 import zipfile
 from collections.abc import Iterator
@@ -23,6 +22,7 @@ from edgespec.errors import (
 )
 from edgespec.fetch import Expected, FetchError
 from tests.hub_server import COMMIT, Hub, digest, serve
+from tests.processes import python
 
 BLOB = random.Random(1).randbytes(300_000)
 REPO = "Org/Some-Model-GGUF"
@@ -568,9 +568,7 @@ def test_two_gets_at_once_fetch_once(server: Hub) -> None:
 def test_two_processes_at_once_fetch_once(server: Hub) -> None:
     code = f"from edgespec import models; print(models.get('hf:{REPO}'))"
     running = [
-        subprocess.Popen(
-            [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True
-        )
+        subprocess.Popen(python(code), stdout=subprocess.PIPE, text=True)
         for _ in range(3)
     ]
     outputs = [process.communicate(timeout=60)[0] for process in running]

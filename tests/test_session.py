@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from edgespec.errors import BackendError, FormatError, NativeError, UsageError
 from edgespec.reply import Reply
 from edgespec.tree.shape import from_rank_paths, read_shape
 from tests import toy
+from tests.processes import python
 
 PROMPT = [toy.USER, *b"tell", toy.END, toy.ASSISTANT]
 GREEDY = Sampling(temperature=0)
@@ -167,7 +167,7 @@ def test_c12_a_seed_repeats_within_a_session_and_across_processes() -> None:
     root = Path(__file__).parent.parent
     outputs = {
         subprocess.run(
-            [sys.executable, "-c", code],
+            python(code),
             cwd=root,
             check=True,
             capture_output=True,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections.abc import Iterator
 
 import pytest
@@ -16,6 +15,7 @@ from edgespec.errors import UsageError
 from edgespec.loading import open_session
 from edgespec.session import Session
 from edgespec.transcript import Transcript
+from tests.processes import python
 
 GREEDY = Sampling(temperature=0)
 
@@ -94,9 +94,7 @@ print(json.dumps(reply.tokens))
         say(session, prompt, 10, Sampling(temperature=2.0, seed=42)) for _ in range(3)
     ]
     there = [
-        subprocess.run(
-            [sys.executable, "-c", code], check=True, capture_output=True, text=True
-        ).stdout
+        subprocess.run(python(code), check=True, capture_output=True, text=True).stdout
         for _ in range(2)
     ]
     assert {tuple(json.loads(text)) for text in there} == {seeds[42]}

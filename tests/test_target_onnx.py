@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +26,7 @@ from edgespec.tree.topology import chain
 from edgespec_export import onnx_graph, sources
 from tests import toy
 from tests.export import checkpoints
+from tests.processes import python
 
 KINDS = ("F32", "Q4_1")
 PATH = np.array([0, 2, 5, 9], dtype=np.int32)
@@ -327,7 +327,7 @@ for turn in range(1, 101):
         print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """
     result = subprocess.run(
-        [sys.executable, "-c", code],
+        python(code),
         cwd=Path(__file__).parent.parent,
         check=True,
         capture_output=True,

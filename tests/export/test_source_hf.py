@@ -14,6 +14,7 @@ from edgespec.errors import FormatError, ModelNotFoundError, UnsupportedError
 from edgespec_export import sources
 from edgespec_export.sources import hf
 from tests.export import checkpoints
+from tests.processes import python
 
 
 @pytest.fixture(scope="module")
@@ -354,7 +355,6 @@ def test_hostile_headers(tmp_path: Path, entry: dict[str, Any], message: str) ->
 
 def test_reading_needs_no_torch(tiny: Path) -> None:
     import subprocess
-    import sys
 
     code = (
         "import sys; from pathlib import Path; from edgespec_export import sources;"
@@ -362,6 +362,6 @@ def test_reading_needs_no_torch(tiny: Path) -> None:
         "[t.load_f32() for t in w.tensors.values()];"
         "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    assert subprocess.run(python(code), check=False).returncode == 0
     loaded = safetensors.numpy.load_file(tiny / "model.safetensors")
     assert set(loaded) == set(checkpoints.weights())
