@@ -137,7 +137,7 @@ def test_closed_pipe_is_quiet(edgespec_home: Path) -> None:
     with os.fdopen(writer, "wb") as closed:
         done = subprocess.run(
             [sys.executable, "-m", "edgespec", "models", "list"],
-            cwd=edgespec_home,
+            cwd=edgespec_home.parent,
             stdout=closed,
             stderr=subprocess.PIPE,
             check=False,
