@@ -37,6 +37,7 @@ class Speculation:
     rows: int = 16  # most rows of one round, root included
     verify: str = "coupled"
     ngram_capacity: int = 1 << 16  # tokens the n-gram index remembers
+    cost_slope: float | None = None  # c(n) / c(1) = 1 + slope * (n - 1); None: measured
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Sequence
@@ -34,6 +35,9 @@ def check_speculation(speculation: Speculation) -> Tree | None:
     check_verify(speculation.verify)
     if not 1 <= speculation.rows <= MAX_ROWS:
         raise UsageError(f"rows: expected 1 to {MAX_ROWS}, got {speculation.rows}")
+    slope = speculation.cost_slope
+    if slope is not None and not 0 <= slope < math.inf:
+        raise UsageError(f"cost_slope: expected 0 or more, got {slope}")
     return read_shape(speculation.tree)
 
 
@@ -83,6 +87,9 @@ class Engine:
         self._capacity = speculation.ngram_capacity
         self._chunk = prefill_chunk
         self._slope = COST_SLOPE.get(target.name, FALLBACK_COST_SLOPE)
+        self._is_cost_given = speculation.cost_slope is not None
+        if speculation.cost_slope is not None:
+            self._slope = speculation.cost_slope
         self._resident: list[
             int
         ] = []  # resident[:target.length] is what the KV rows hold
@@ -206,14 +213,13 @@ class Engine:
 
     def _core_for(self, repeatable: bool) -> NativeSession:
         if repeatable:
-            return self._new_core(
-                [0.0, *(1 + self._slope * n for n in range(MAX_ROWS))]
-            )
+            return self._new_core(is_learning=False)
         if self._learning is None:
-            self._learning = self._new_core(None)
+            self._learning = self._new_core(is_learning=not self._is_cost_given)
         return self._learning
 
-    def _new_core(self, cost: list[float] | None) -> NativeSession:
+    def _new_core(self, *, is_learning: bool) -> NativeSession:
+        cost = [0.0, *(1 + self._slope * n for n in range(MAX_ROWS))]
         return NativeSession(
             self.target.vocab,
             self.target.context,
@@ -222,7 +228,7 @@ class Engine:
             tree=self._tree,
             rows=self._rows,
             ngram_capacity=self._capacity,
-            cost=cost,
+            cost=None if is_learning else cost,
             cost_slope=self._slope,
             kv_block=self.target.capabilities.kv_block,
         )

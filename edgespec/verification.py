@@ -48,12 +48,27 @@ class Run:
     plain: Reply
     spec: Reply
     divergence: Divergence | None
+    rounds: tuple[tuple[int, int], ...]  # speculative: rows forwarded, tokens emitted
 
     @property
     def ratio(self) -> float | None:
         """Decode time per token, plain / speculative; None when an arm had no round."""
         plain, spec = seconds_per_token(self.plain), seconds_per_token(self.spec)
         return plain / spec if plain and spec else None
+
+
+def loop_cut(tokens: Sequence[int], n: int = 16) -> int:
+    """Where an n-gram has occurred for the third time; the length when none does.
+
+    Small models loop at temperature 0, and loops are easily drafted.
+    """
+    seen: dict[tuple[int, ...], int] = {}
+    for end in range(n, len(tokens) + 1):
+        gram = tuple(tokens[end - n : end])
+        seen[gram] = seen.get(gram, 0) + 1
+        if seen[gram] == 3:
+            return end
+    return len(tokens)
 
 
 def seconds_per_token(reply: Reply) -> float | None:
@@ -126,8 +141,8 @@ def compare(
     stopping: Stopping,
     *,
     spec_first: bool = False,
-) -> tuple[Reply, Reply, Divergence | None]:
-    """A reply without and one with speculation, and where they first differ.
+) -> tuple[Reply, Reply, Divergence | None, tuple[tuple[int, int], ...]]:
+    """A reply without and one with speculation, where they first differ, the rounds.
 
     The session gets an empty cache and a fresh index for each.
     """
@@ -155,12 +170,15 @@ def compare(
         session.engine = kept
         kept.reset()
     plain, spec = replies[False], replies[True]
+    rounds = tuple(
+        (step.tree.n, len(step.rows)) for step in steps[True] if step.rows is not None
+    )
     index = first_difference(plain.tokens, spec.tokens)
     if index is None:
-        return plain, spec, None
+        return plain, spec, None, rounds
     if index >= min(len(plain.tokens), len(spec.tokens)):
         # One reply just ends earlier: that is our doing, no replay can explain it.
-        return plain, spec, ends_early(plain.tokens, spec.tokens)
+        return plain, spec, ends_early(plain.tokens, spec.tokens), rounds
     assert arm is not None
     sequence = np.array([*arm.prompt, *plain.tokens[:index]], np.int32)
     divergence = explain(
@@ -173,7 +191,7 @@ def compare(
         prompt_tokens=len(arm.prompt),
         chunk=Runtime().prefill_chunk,
     )
-    return plain, spec, divergence
+    return plain, spec, divergence, rounds
 
 
 def first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:
@@ -211,7 +229,7 @@ def verify(
             messages: list[dict[str, str]] = []
             for turn, text in enumerate(prompt.turns[:turns]):
                 messages.append({"role": "user", "content": text})
-                plain, spec, divergence = compare(
+                plain, spec, divergence, rounds = compare(
                     session,
                     messages,
                     choice,
@@ -227,6 +245,7 @@ def verify(
                         plain=plain,
                         spec=spec,
                         divergence=divergence,
+                        rounds=rounds,
                     )
                 )
                 messages.append({"role": "assistant", "content": plain.text})

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from edgespec.reply import Reply
-from edgespec.verification import Run
+from edgespec.verification import Run, loop_cut
 
 RESAMPLES = 2000
 
@@ -25,6 +25,9 @@ class Summary:
     plain_tokens_per_s: float
     spec_tokens_per_s: float
     tokens_per_round: float
+    drafted_per_round: float  # rows forwarded besides the roots
+    cut_tokens_per_round: float  # replies cut at the third occurrence of a 16-gram
+    cut_drafted_per_round: float
     ratio: float | None  # median over runs
     ratio_low: float | None  # 95 % interval of the median, runs resampled
     ratio_high: float | None
@@ -40,6 +43,8 @@ def summarise(runs: Sequence[Run]) -> Summary:
         medians = np.median(ratios[picks], axis=1)
         middle = float(np.median(ratios))
         low, high = (float(q) for q in np.quantile(medians, [0.025, 0.975]))
+    rounds = [pair for run in runs for pair in run.rounds]
+    cut = [pair for run in runs for pair in _rounds_before_loop(run)]
     return Summary(
         runs=len(runs),
         tokens=sum(len(run.spec.tokens) for run in runs),
@@ -54,6 +59,9 @@ def summarise(runs: Sequence[Run]) -> Summary:
             sum(_round_tokens(run.spec) for run in runs),
             sum(run.spec.stats.rounds for run in runs),
         ),
+        drafted_per_round=_drafted(rounds),
+        cut_tokens_per_round=_ratio(sum(n for _, n in cut), len(cut)),
+        cut_drafted_per_round=_drafted(cut),
         ratio=middle,
         ratio_low=low,
         ratio_high=high,
@@ -96,6 +104,22 @@ def _reply_row(reply: Reply) -> dict[str, Any]:
         "finish_reason": reply.finish_reason,
         "stats": reply.stats.as_dict(),
     }
+
+
+def _rounds_before_loop(run: Run) -> list[tuple[int, int]]:
+    """The rounds of a reply cut at its loop; the prefill emitted its first token."""
+    left = loop_cut(run.spec.tokens) - 1
+    kept: list[tuple[int, int]] = []
+    for rows, emitted in run.rounds:
+        if left <= 0:
+            break
+        kept.append((rows, min(emitted, left)))
+        left -= emitted
+    return kept
+
+
+def _drafted(rounds: Sequence[tuple[int, int]]) -> float:
+    return _ratio(sum(rows - 1 for rows, _ in rounds), len(rounds))
 
 
 def _round_tokens(reply: Reply) -> float:

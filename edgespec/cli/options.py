@@ -142,6 +142,13 @@ _FLAGS: dict[type, tuple[Flag, ...]] = {
             str,
             "Shape of the drafts: auto, chain:K or a JSON file with parent and rank.",
         ),
+        Flag(
+            "cost_slope",
+            "--cost-slope",
+            float | None,
+            "Choose trees as if each further row cost this share of the first, "
+            "whatever the clock says: repeatable. Default: costs are measured.",
+        ),
         Flag("verify", "--verify", str, "How drafts are verified: coupled."),
     ),
     Runtime: (

@@ -72,6 +72,9 @@ def command(
     its own rounding moved the logits by more than the gap between the two tokens.
     Exits with 1 when one is not.
 
+    In the table, rows are rows drafted per round, and cut gives tokens per round with
+    each reply cut where it loops: at the third occurrence of 16 tokens in a row.
+
     Example: edgespec verify smollm2-135m --temperature 0.8 --seed 1 --seed 2
     """
     from edgespec.verification import read_prompts, verify
@@ -150,6 +153,9 @@ def _lines(session: Session, runs: list[Run]) -> list[str]:
         "identical",
         "tokens",
         "tokens/round",
+        "rows",
+        "cut",
+        "rows",
         "plain tok/s",
         "spec tok/s",
         "ratio",
@@ -182,6 +188,9 @@ def _row(name: str, group: Summary) -> list[str]:
         str(group.identical),
         str(group.tokens),
         f"{group.tokens_per_round:.2f}",
+        f"{group.drafted_per_round:.2f}",
+        f"{group.cut_tokens_per_round:.2f}",
+        f"{group.cut_drafted_per_round:.2f}",
         f"{group.plain_tokens_per_s:.1f}",
         f"{group.spec_tokens_per_s:.1f}",
         "-" if group.ratio is None else f"{group.ratio:.2f}",
