@@ -82,12 +82,19 @@ def test_the_ngram_draft_gives_the_plain_reply_in_fewer_forwards(temperature) ->
     plain = complete(
         toy.ToyTarget(order=1), sampling, 200, speculation=Speculation("none")
     )
-    drafted = complete(
-        toy.ToyTarget(order=1), sampling, 200, speculation=Speculation("ngram")
+    cheap, dear = (
+        complete(
+            toy.ToyTarget(order=1),
+            sampling,
+            200,
+            speculation=Speculation("ngram", cost_slope=slope),
+        )
+        for slope in (0.1, 100.0)
     )
-    assert drafted.tokens == plain.tokens
-    assert drafted.stats.accepted > 0
-    assert drafted.stats.rounds < plain.stats.rounds == 199
+    assert cheap.tokens == dear.tokens == plain.tokens
+    assert cheap.stats.accepted > 0
+    assert cheap.stats.rounds < plain.stats.rounds == 199
+    assert dear.stats.drafted == 0
 
 
 def test_a_perfect_draft_is_accepted_whole() -> None:
