@@ -375,7 +375,7 @@ def test_terminal_without_a_writable_home(chat, tmp_path, monkeypatch, capsys) -
 # A child on a real terminal: a reply to "slow" hangs until Ctrl-C.
 CHILD = """
 import sys, time
-sys.path.insert(0, {root!r})
+sys.path.append({root!r})
 import edgespec
 from edgespec.cli.app import main
 from tests.scripted import ScriptedTarget, scripted_session
