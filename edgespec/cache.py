@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from edgespec.errors import UsageError
+from edgespec.errors import ModelNotFoundError, UsageError
 from edgespec.progress import Progress, silent
 
 CHUNK = 1 << 20
@@ -44,10 +44,33 @@ def locked(directory: Path) -> Iterator[None]:
 
     The lock is a file beside the directory: removing the directory leaves it valid.
     """
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    with open(directory.parent / f".{directory.name}.lock", "ab") as file:
+    path = directory.parent / f".{directory.name}.lock"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise ModelNotFoundError(
+            f"{path.parent}: the cache cannot be written: {error.strerror}; "
+            "set EDGESPEC_HOME to a directory that can"
+        ) from None
+    with os.fdopen(descriptor, "rb+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a text file, UTF-8, that appears whole or not at all. Raises OSError."""
+    path = path.resolve()
+    if path.exists() and not path.is_file():  # a device or pipe cannot be replaced
+        path.write_text(text, encoding="utf-8")
+        return
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        part.write_text(text, encoding="utf-8")
+        os.replace(part, path)
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise
 
 
 def sha256_of(path: Path, progress: Progress = silent) -> str:

@@ -24,6 +24,7 @@ class Sampling:
     seed: int | None = None  # None: a fresh one is drawn and reported
 
 
+LARGEST = 1e6  # temperature or penalty: beyond it 32-bit logits lose all meaning
 FALLBACK_TEMPERATURE = 0.7
 FALLBACK_TOP_P = 0.95
 
@@ -72,8 +73,8 @@ def check_sampling(sampling: Sampling) -> None:
         (
             "temperature",
             sampling.temperature,
-            sampling.temperature is None or sampling.temperature >= 0,
-            "0 (greedy) or more",
+            sampling.temperature is None or 0 <= sampling.temperature <= LARGEST,
+            f"0 (greedy) or more, at most {LARGEST:g}",
         ),
         ("top_k", sampling.top_k, sampling.top_k >= 0, "0 (off) or more"),
         (
@@ -86,8 +87,20 @@ def check_sampling(sampling: Sampling) -> None:
         (
             "repeat_penalty",
             sampling.repeat_penalty,
-            sampling.repeat_penalty > 0,
-            "above 0; 1 is off",
+            0 < sampling.repeat_penalty <= LARGEST,
+            f"above 0, at most {LARGEST:g}; 1 is off",
+        ),
+        *(
+            (
+                name,
+                value,
+                abs(value) <= LARGEST,
+                f"a number within {LARGEST:g}; 0 is off",
+            )
+            for name, value in (
+                ("presence_penalty", sampling.presence_penalty),
+                ("frequency_penalty", sampling.frequency_penalty),
+            )
         ),
         (
             "penalty_window",

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from edgespec.cache import write_whole
 from edgespec.config import Sampling, Stopping, check_sampling
 from edgespec.errors import FormatError, UsageError
 from edgespec.memory import Memory
@@ -112,10 +113,10 @@ class Conversation:
         return values | {MAX_TOKENS: self.stopping.max_tokens}
 
     def save(self, path: Path) -> None:
-        """Writes the messages as JSON."""
+        """Writes the messages as JSON; a file of that name stays if that fails."""
         data = {"format": FORMAT, "version": VERSION, "messages": self.messages}
         try:
-            path.write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n")
+            write_whole(path, json.dumps(data, indent=1, ensure_ascii=False) + "\n")
         except OSError as error:
             raise UsageError(f"{path}: cannot save: {error.strerror}") from None
 
@@ -164,7 +165,7 @@ def read_messages(path: Path) -> list[dict[str, str]]:
         data = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(f"{path}: cannot load: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise FormatError(f"{path}: not a saved chat: {error}") from None
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise FormatError(f"{path}: not a saved chat: no format {FORMAT!r}")

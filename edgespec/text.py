@@ -38,7 +38,12 @@ class StopMatcher:
     """
 
     def __init__(self, stops: Iterable[str] = ()) -> None:
-        self._stops = [(stop, stop.encode()) for stop in stops]
+        try:
+            self._stops = [(stop, stop.encode()) for stop in stops]
+        except UnicodeEncodeError as error:
+            raise UsageError(
+                f"stop: expected valid Unicode text, got {error.object!r}"
+            ) from None
         if any(not data for _, data in self._stops):
             raise UsageError("stop: expected a string of at least one character")
         self._longest = max((len(data) for _, data in self._stops), default=0)

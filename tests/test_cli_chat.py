@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import pty
@@ -52,7 +53,8 @@ def loads(monkeypatch, session):
 
 
 def pipe(monkeypatch, text: str) -> None:
-    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+    stream = io.TextIOWrapper(io.BytesIO(text.encode("utf-8", "surrogateescape")))
+    monkeypatch.setattr(sys, "stdin", stream)
 
 
 def prompt_of(session) -> str:
@@ -106,6 +108,34 @@ def test_commands_work_in_a_pipe(loads, monkeypatch, capsys) -> None:
     out, err = capsys.readouterr()
     assert out == "hello\n"
     assert "no reply yet" in err
+
+
+def test_line_that_is_no_text_is_named_and_the_next_one_taken(
+    loads, monkeypatch, capsys
+) -> None:
+    pipe(monkeypatch, "hi\r\nb\udcff\nbye\n")
+    assert main(["chat", "m"]) == 1
+    out, err = capsys.readouterr()
+    assert out == "hello\nso long\n"
+    assert "stdin, line 2: expected UTF-8" in err
+    assert "0xff in position 1" in err
+
+
+@pytest.mark.parametrize("arguments", [["m", "a\udcff"], ["m", "--system", "\udcff"]])
+def test_argument_that_is_no_text_exits_with_2(loads, capsys, arguments) -> None:
+    assert main(["chat", *arguments]) == 2
+    assert "expected UTF-8 text, got b'" in capsys.readouterr().err
+
+
+def test_reply_ended_by_the_context_says_so(monkeypatch, capsys) -> None:
+    session = scripted_session({"hi": "h" * 99}, context=40)
+    monkeypatch.setattr(edgespec, "load", lambda *_, **__: session)
+    assert main(["chat", "m", "hi"]) == 0
+    out, err = capsys.readouterr()
+    assert set(out) == {"h", "\n"}
+    assert "context of 40 tokens is full and ended the reply" in err
+    assert main(["chat", "m", "hi", "-n", "3"]) == 0
+    assert capsys.readouterr().err == ""
 
 
 def test_c35_turn_too_long_keeps_the_chat_alive(monkeypatch, capsys) -> None:
@@ -187,9 +217,29 @@ def test_save_and_load(chat, session, tmp_path, capsys) -> None:
     assert prompt_of(session).startswith("user: hi\nassistant: hello")
 
 
+def test_failed_save_keeps_the_file_that_was_there(
+    chat, tmp_path, monkeypatch, capsys
+) -> None:
+    path = tmp_path / "talk.json"
+    chat.take("hi")
+    assert chat.take(f"/save {path}")
+    before = path.read_bytes()
+
+    def full(self: Path, text: str, **_: str) -> None:
+        self.write_bytes(text.encode()[:9])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self))
+
+    monkeypatch.setattr(Path, "write_text", full)
+    assert chat.take(f"/save {path}") is False
+    assert f"{path}: cannot save: No space left" in capsys.readouterr().err
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
+        ("[" * 100_000, "not a saved chat"),
         ("", "not a saved chat"),
         ("[]", "not a saved chat"),
         ('{"format": "edgespec-chat", "version": 2}', "expected 1, got 2"),
@@ -257,6 +307,10 @@ def test_set_changes_and_shows(chat, capsys) -> None:
         "/set nothing 1",
         "/set temperature warm",
         "/set temperature -1",
+        "/set temperature inf",
+        "/set presence-penalty nan",
+        "/set frequency-penalty -inf",
+        "/set repeat-penalty inf",
         "/set top-k 1.5",
         "/set max-tokens -1",
         "/set temperature",

@@ -148,6 +148,11 @@ def test_characters_of_several_tokens_arrive_whole(loaded, capsys) -> None:
         (["-p", "a", "--top-p", "0"], "top_p: expected above 0"),
         (["-p", "a", "--repeat-penalty", "0"], "repeat_penalty: expected above 0"),
         (["-p", "a", "--temperature", "nan"], "temperature"),
+        (["-p", "a", "--temperature", "inf"], "0 (greedy) or more, at most 1e+06"),
+        (["-p", "a", "--presence-penalty", "nan"], "presence_penalty: expected a n"),
+        (["-p", "a", "--frequency-penalty", "inf"], "frequency_penalty: expected a n"),
+        (["-p", "a\udcff"], "-p: expected UTF-8 text, got b'a\\xff'"),
+        (["-p", "a", "--stop", "\udcff"], "--stop: expected UTF-8 text"),
         (["-p", "a", "--logit-bias", "x=1"], "ID=VALUE"),
         (["-p", "a", "--logit-bias", "3"], "ID=VALUE"),
         (["-p", "a", "--logit-bias", "3=inf"], "ID=VALUE"),
@@ -170,6 +175,14 @@ def test_bad_bytes_are_named(loaded, capsys, stdin) -> None:
     stdin(b"\xff\xfe")
     assert main(["generate", "m", "-"]) == 2
     assert "stdin: expected UTF-8" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags", [[], ["--json"]])
+def test_full_disk_is_one_message(loaded, monkeypatch, capsys, flags) -> None:
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert main(["generate", "m", "-p", "hi", *flags]) == 1
+    assert "cannot write the result: No space left" in capsys.readouterr().err
 
 
 def test_banned_token_is_not_said(loaded, capsys) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -129,6 +130,38 @@ def test_version_and_help(capsys: Output) -> None:
     assert main(["-h"]) == 0
     assert "Usage: edgespec" in capsys.readouterr().out
     assert app.app.info.no_args_is_help
+
+
+def test_closed_streams_and_ascii_terminals_do_no_harm(edgespec_home: Path) -> None:
+    code = (
+        "from edgespec.cli.app import main\n"
+        "assert main(['models', 'list']) == 0\n"
+        "print('\\N{PARTY POPPER}')\n"
+        "assert main(['chat', 'nothing']) == 2\n"
+    )
+    for close in (">&-", "2>&-", "<&-", ">&- 2>&- <&-"):
+        done = subprocess.run(
+            ["sh", "-c", f'"$@" {close}', "sh", *python(code)],
+            capture_output=True,
+            text=True,
+            env={**os.environ, "PYTHONIOENCODING": "ascii"},
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        assert "Traceback" not in done.stderr
+        assert ("no model" in done.stderr) == ("2>&-" not in close)
+        assert done.stdout.endswith("?\n") == (not close.startswith(">&-"))
+
+
+def test_refusals_of_the_system_are_one_message(
+    monkeypatch: pytest.MonkeyPatch, capsys: Output
+) -> None:
+    def fail() -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", "/some/file")
+
+    monkeypatch.setattr("edgespec.models.statuses", fail)
+    assert main(["models", "list"]) == 1
+    assert capsys.readouterr().err == "edgespec: /some/file: Permission denied\n"
 
 
 def test_closed_pipe_is_quiet(edgespec_home: Path) -> None:

@@ -130,6 +130,11 @@ def test_stop_of_several_bytes_per_character() -> None:
     assert matcher.kept == 3
 
 
+def test_a_stop_that_is_no_text_is_a_usage_error() -> None:
+    with pytest.raises(UsageError, match="stop: expected valid Unicode"):
+        StopMatcher(["fine", "\udcff"])
+
+
 def test_an_empty_stop_is_a_usage_error() -> None:
     with pytest.raises(UsageError, match="at least one character"):
         StopMatcher(["ok", ""])

@@ -11,9 +11,9 @@ Conventions of the command modules beside this one:
 - Defaults are read from `edgespec.config`, never repeated.
 - Heavy imports (onnxruntime, numpy, the exporter) stay inside the function, so that
   `--help` is instant and a missing extra hurts only the commands that need it.
-- Errors are raised, not printed: UsageError exits with 2, any other EdgeSpecError with
-  1, Ctrl-C with 130, a closed pipe quietly. Anything else is a bug and keeps its
-  traceback.
+- Errors are raised, not printed: UsageError exits with 2, any other EdgeSpecError and
+  what the system refuses (a full disk, a missing permission) with 1, Ctrl-C with 130, a
+  closed pipe quietly. Anything else is a bug and keeps its traceback.
 - Tests call `main([...])`, which returns the exit code, and read what was printed.
 """
 
@@ -27,7 +27,7 @@ from typing import Annotated
 import typer
 
 from edgespec.cli import chat, doctor, export, generate, inspect, models, verify
-from edgespec.cli.terminal import note
+from edgespec.cli.terminal import note, prepare_streams
 from edgespec.errors import EdgeSpecError, UsageError
 from edgespec.version import __version__
 
@@ -74,6 +74,7 @@ app.add_typer(models.app, name="models")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command line (default: the process's own) and returns its exit code."""
+    prepare_streams()
     try:
         app(args=None if arguments is None else list(arguments), prog_name="edgespec")
     except SystemExit as stop:
@@ -83,12 +84,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = 2 if isinstance(error, UsageError) else 1
     except KeyboardInterrupt:
         code = 130
+    except OSError as error:
+        note(f"edgespec: {_where(error)}: {error.strerror or error}")
+        code = 1
     else:
         code = 0
     try:
         sys.stdout.flush()
-    except BrokenPipeError:
+    except OSError as error:
         # The interpreter flushes once more on its way out; give it somewhere to go.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 1
+        if code == 0 and not isinstance(error, BrokenPipeError):
+            note(f"edgespec: {_where(error)}: {error.strerror}")
+        code = code or 1
     return code
+
+
+def _where(error: OSError) -> str:
+    """The file an error names; only writing a result fails without one."""
+    return os.fsdecode(error.filename) if error.filename else "cannot write the result"

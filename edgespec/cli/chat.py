@@ -15,6 +15,7 @@ from edgespec.cli.options import (
     UNLIMITED,
     MaxTokens,
     Offline,
+    check_text,
     settings,
 )
 from edgespec.cli.render import (
@@ -89,6 +90,8 @@ def command(
             f"chat: {model!r} is no model; to ask a question, name the model first: "
             f'edgespec chat {DEFAULT_MODEL} "{model}"'
         )
+    check_text("QUESTION", question)
+    check_text("--system", system)
     session = open_session(model, speculation, runtime, offline=offline)
     chat = Chat(
         Conversation(
@@ -105,7 +108,7 @@ def command(
     elif sys.stdin.isatty():
         note(f"{chat.describe()}\n/help lists commands, Ctrl-D leaves.")
         chat.run_terminal()
-    elif not chat.run_lines(sys.stdin):
+    elif not chat.run_lines(sys.stdin.buffer):
         raise typer.Exit(1)
 
 
@@ -143,11 +146,17 @@ class Chat:
             if self.take(line) is None:
                 return
 
-    def run_lines(self, lines: Iterable[str]) -> bool:
+    def run_lines(self, lines: Iterable[bytes]) -> bool:
         """Takes every line as a turn; whether all of them worked."""
         all_worked = True
-        for line in lines:
-            worked = self.take(line.rstrip("\n"))
+        for number, data in enumerate(lines, 1):
+            try:
+                line = data.decode("utf-8")
+            except UnicodeDecodeError as error:
+                note(f"edgespec: stdin, line {number}: expected UTF-8 text: {error}")
+                all_worked = False
+                continue
+            worked = self.take(line.rstrip("\r\n"))
             if worked is None:
                 break
             all_worked &= worked
@@ -187,6 +196,12 @@ class Chat:
             # An interrupt may hit between two deltas: close, so that the turn is kept.
             deltas.close()
             writer.end()
+        reply = self.conversation.last_reply
+        if reply is not None and reply.finish_reason == "context":
+            note(
+                f"the context of {self.conversation.session.context} tokens is full "
+                "and ended the reply; a larger --ctx lets it go on"
+            )
 
     def status(self) -> str:
         """The last reply in a line, empty before the first."""

@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from edgespec.cli.opening import open_session
-from edgespec.cli.options import UNLIMITED, MaxTokens, Model, Offline, settings
+from edgespec.cli.options import (
+    UNLIMITED,
+    MaxTokens,
+    Model,
+    Offline,
+    check_text,
+    settings,
+)
 from edgespec.cli.render import TextWriter, status_line
 from edgespec.cli.terminal import note
 from edgespec.config import Runtime, Sampling, Speculation, Stopping
@@ -68,6 +75,7 @@ def command(
     """
     if logprobs and not as_json:
         raise UsageError("--logprobs: only shown in the object of --json; add --json")
+    check_text("--stop", *(stop or ()))
     text = _read_prompt(source, prompt, file)
     stopping = Stopping(max_tokens=max_tokens, stop=tuple(stop or ()))
     session = open_session(model, speculation, runtime, offline=offline)
@@ -78,7 +86,8 @@ def command(
         for _ in generation:
             pass
         reply = generation.reply
-        print(json.dumps(_as_object(reply, logprobs), ensure_ascii=False))
+        is_utf8 = (sys.stdout.encoding or "utf-8").lower().replace("-", "") == "utf8"
+        print(json.dumps(_as_object(reply, logprobs), ensure_ascii=not is_utf8))
         return
     writer = TextWriter(sys.stdout)
     try:
@@ -108,6 +117,7 @@ def _read_prompt(source: str | None, prompt: str | None, file: str | None) -> st
             f"got {len(given)}"
         )
     if prompt is not None:
+        check_text("-p", prompt)
         return prompt
     if file == "-" or source == "-":
         data, where = sys.stdin.buffer.read(), "stdin"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar, get_type_hints
@@ -56,6 +57,15 @@ class Flag:
     help: str
     metavar: str | None = None
     parse: Callable[[Any], Any] | None = None
+
+
+def check_text(option: str, *texts: str | None) -> None:
+    """Raises UsageError for an argument whose bytes are not UTF-8."""
+    for text in texts:
+        if text is not None and any("\ud800" <= c <= "\udfff" for c in text):
+            raise UsageError(
+                f"{option}: expected UTF-8 text, got {os.fsencode(text)!r}"
+            )
 
 
 def parse_logit_bias(entries: list[str]) -> dict[int, float]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from edgespec.cache import write_whole
 from edgespec.cli.opening import open_session
 from edgespec.cli.options import Model, Offline, settings
 from edgespec.cli.render import table
@@ -130,7 +131,7 @@ def _about(session: Session) -> dict[str, object]:
 
 def _write(path: Path, text: str) -> None:
     try:
-        path.write_text(text)
+        write_whole(path, text)
     except OSError as error:
         note(f"edgespec: {path}: cannot write: {error.strerror}")
         raise typer.Exit(1) from None
