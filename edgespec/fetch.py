@@ -74,7 +74,7 @@ def fetch_json(url: str, headers: Mapping[str, str] | None = None) -> Any:
             return json.loads(response.read(64 << 20))
     except _Interrupted as error:
         raise FetchError(f"{url}: {error}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise FetchError(f"{url}: the answer is not JSON: {error}") from None
 
 

@@ -97,7 +97,7 @@ def read_prompts(path: Path | None = None) -> list[Prompt]:
 def _prompt(line: str, where: str) -> Prompt:
     try:
         row = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise FormatError(f"{where}: not JSON: {error}") from None
     turns = row.get("turns", [row.get("prompt")]) if isinstance(row, dict) else None
     if (

@@ -208,7 +208,7 @@ def test_usage_errors(load, capsys, flags, message) -> None:
 
 @pytest.mark.parametrize(
     "line",
-    ["{", "3", "{}", '{"prompt": 3}', '{"prompt": ""}', '{"turns": []}'],
+    ["{", "[" * 100_000, "3", "{}", '{"prompt": 3}', '{"prompt": ""}', '{"turns": []}'],
 )
 def test_bad_prompt_files_name_the_line(tmp_path, line) -> None:
     path = tmp_path / "prompts.jsonl"

@@ -301,6 +301,7 @@ def test_speculation_that_cannot_work_is_an_error(option, error, words) -> None:
         ('{"parent": [-1, 0.5], "rank": [0, 1]}', "numbers"),
         (json.dumps({"parent": [-1, *[0] * 64], "rank": [0, *range(64)]}), "65"),
         ("[[0, 0]]", "no parent path"),
+        ("[" * 100_000, "not JSON"),
         ("[[0], 1]", "list of lists"),
         ("[[0], [-1]]", "negative"),
         ("3", "parent"),

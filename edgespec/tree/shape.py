@@ -33,7 +33,7 @@ def read_shape(option: str) -> Tree | None:
             f"tree: expected auto, chain:K or a JSON file, got {option!r} "
             f"({error.strerror or error})"
         ) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise FormatError(f"{path}: not JSON: {error}") from None
     return _from_json(data, where=str(path))
 
