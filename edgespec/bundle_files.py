@@ -23,6 +23,11 @@ from edgespec.manifest import (
     parse_manifest,
 )
 
+ADVICE = (
+    "; the bundle is damaged: delete its directory and export again "
+    "(in the cache the next use does that)"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
@@ -113,7 +118,7 @@ def _regular_size(path: Path) -> int:
     try:
         status = path.lstat()
     except FileNotFoundError:
-        raise FormatError(f"{path}: missing from the bundle") from None
+        raise FormatError(f"{path}: missing from the bundle{ADVICE}") from None
     if not stat.S_ISREG(status.st_mode):
         raise FormatError(f"{path}: expected a regular file, not a link or directory")
     return status.st_size
@@ -122,7 +127,7 @@ def _regular_size(path: Path) -> int:
 def _check_file(path: Path, entry: FileEntry) -> None:
     size = _regular_size(path)
     if size != entry.size:
-        raise FormatError(f"{path}: size: expected {entry.size}, got {size}")
+        raise FormatError(f"{path}: size: expected {entry.size}, got {size}{ADVICE}")
     status = path.stat()
     _check_digest(path, entry.sha256, (size, status.st_mtime_ns, status.st_ino))
 
@@ -132,4 +137,4 @@ def _check_digest(path: Path, expected: str, identity: tuple[int, int, int]) -> 
     """Cached by the file's identity: an unchanged file is hashed once a process."""
     got = sha256_of(path)
     if got != expected:
-        raise FormatError(f"{path}: sha256: expected {expected}, got {got}")
+        raise FormatError(f"{path}: sha256: expected {expected}, got {got}{ADVICE}")

@@ -192,6 +192,8 @@ def read_onnx(path: Path) -> Inspection:
         raise FormatError(f"{path}: {error.strerror or error}") from None
     except Exception as error:  # protobuf's errors share no public base
         raise FormatError(f"{path}: not an ONNX graph: {error}") from None
+    if not graph.node:
+        raise FormatError(f"{path}: not an ONNX graph: it has no nodes")
     types: dict[str, TypeUse] = {}
     sizes: dict[str, int] = {}
     shapes: dict[str, tuple[int, ...]] = {}

@@ -9,13 +9,14 @@ from edgespec.chat import ChatTemplate
 from edgespec.config import DEFAULT_CONTEXT, Runtime, Speculation
 from edgespec.cpu import usable_cores
 from edgespec.engine import check_speculation
-from edgespec.errors import UsageError
+from edgespec.errors import EdgeSpecError, FormatError, UsageError
 from edgespec.progress import Progress
 from edgespec.session import Session
 from edgespec.targets.base import Target
 from edgespec.tokenizer import Tokenizer
 
 BACKENDS = ("auto", "onnx", "llamacpp")
+MOST_THREADS = 256  # thousands are minutes of starting them, and then a crash
 
 
 def load(
@@ -34,7 +35,7 @@ def load(
     runtime = runtime or Runtime()
     speculation = speculation or Speculation()
     check_speculation(speculation)
-    _check_runtime(runtime)
+    check_runtime(runtime)
     bundle = resolve(str(model), offline=offline, progress=progress)
     return open_session(bundle, runtime=runtime, speculation=speculation)
 
@@ -54,8 +55,14 @@ def open_session(
     )
     template = ChatTemplate(bundle.chat_template, tokenizer)
     generation = manifest.generation
+    target = open_target(bundle, runtime)
+    try:
+        _check_vocabulary(bundle, tokenizer.vocab_size, target)
+    except EdgeSpecError:
+        target.close()
+        raise
     return Session(
-        open_target(bundle, runtime),
+        target,
         tokenizer,
         template,
         name=manifest.name,
@@ -70,14 +77,10 @@ def open_session(
 def open_target(bundle: Bundle, runtime: Runtime) -> Target:
     """The target a runtime asks for: onnx where there is a graph, else llamacpp."""
     limit = bundle.manifest.architecture.max_position
+    check_runtime(runtime, limit)
     context = (
         min(DEFAULT_CONTEXT, limit) if runtime.context is None else runtime.context
     )
-    _check_runtime(runtime)
-    if not 1 <= context <= limit:
-        raise UsageError(
-            f"ctx: expected 1 to {limit}, this model's limit, got {context}"
-        )
     threads = usable_cores() if runtime.threads is None else runtime.threads
     backend = runtime.backend
     if backend == "auto":
@@ -95,7 +98,26 @@ def open_target(bundle: Bundle, runtime: Runtime) -> Target:
     )
 
 
-def _check_runtime(runtime: Runtime) -> None:
+def _check_vocabulary(bundle: Bundle, spelt: int, target: Target) -> None:
+    """Weights of another vocabulary would talk, and talk nonsense."""
+    stated = bundle.manifest.architecture.vocab
+    if target.vocab != stated:
+        raise FormatError(
+            f"{bundle.directory}: vocabulary: the manifest says {stated}, the "
+            f"{target.name} weights have {target.vocab}; export again"
+        )
+    if spelt > stated:
+        raise FormatError(
+            f"{bundle.directory}: vocabulary: the tokenizer has {spelt} tokens, the "
+            f"weights {stated}; export again with the model's own tokenizer"
+        )
+
+
+def check_runtime(runtime: Runtime, limit: int | None = None) -> None:
+    """Raises UsageError naming the first option outside its range.
+
+    limit: the model's positions, once they are known.
+    """
     if runtime.backend not in BACKENDS:
         raise UsageError(
             f"backend: expected {', '.join(BACKENDS)}, got {runtime.backend!r}"
@@ -107,3 +129,10 @@ def _check_runtime(runtime: Runtime) -> None:
     ):
         if value is not None and value < 1:
             raise UsageError(f"{name}: expected 1 or more, got {value}")
+    most = max(MOST_THREADS, usable_cores())
+    if runtime.threads is not None and runtime.threads > most:
+        raise UsageError(f"threads: expected at most {most}, got {runtime.threads}")
+    if limit is not None and runtime.context is not None and runtime.context > limit:
+        raise UsageError(
+            f"ctx: expected 1 to {limit}, this model's limit, got {runtime.context}"
+        )

@@ -170,6 +170,7 @@ def test_stored_tree_is_drawn(tmp_path, capsys) -> None:
         ("a.gguf", b"", 1),
         ("a.gguf", b"GGUF" + b"\0" * 33, 1),
         ("a.onnx", b"\xff\xff\xff", 1),
+        ("a.onnx", b"", 1),
     ],
 )
 def test_c37_malformed_files_are_named_errors(
@@ -191,6 +192,15 @@ def test_usage_errors(tiny, tmp_path, capsys, rates) -> None:
     assert main(["inspect", graph, "--measure"]) == 2
     assert main(["inspect", graph, "--tree", "chain:0"]) == 2
     assert "chain:K" in capsys.readouterr().err
+    for flags, message in (
+        (["--ctx", "0"], "ctx: expected 1 or more, got 0"),
+        (["--ctx", "9999999"], "this model's limit, got 9999999"),
+        (["--threads", "0"], "threads: expected 1 or more, got 0"),
+        (["--threads", "99999"], "threads: expected at most 256, got 99999"),
+    ):
+        for path in (tiny / "out", tiny / "tiny.gguf"):
+            assert main(["inspect", str(path), "--no-measure", *flags]) == 2
+            assert message in capsys.readouterr().err
 
 
 def test_reach_leaves_out_widths_beyond_the_context() -> None:

@@ -164,6 +164,7 @@ def test_c35_options_that_do_not_fit_the_model(smollm2_bundle: Bundle) -> None:
         (Runtime(context=1 << 20), UsageError, "ctx"),
         (Runtime(context=0), UsageError, "ctx"),
         (Runtime(threads=0), UsageError, "threads"),
+        (Runtime(threads=100_000), UsageError, "threads: expected at most 256"),
         (Runtime(prefill_chunk=0), UsageError, "prefill_chunk"),
         (Runtime(backend="native"), UsageError, "backend"),
     ):

@@ -59,11 +59,14 @@ def command(
     """
     from edgespec import cpu, machine
     from edgespec.inspection import as_object, default_context
+    from edgespec.loading import check_runtime
     from edgespec.tree.shape import read_shape
 
     wanted = read_shape(tree) if tree is not None else None
+    check_runtime(runtime)
     found, is_single_file = _inspect(path, offline)
     shape = found.architecture
+    check_runtime(runtime, shape.max_position or None if shape else None)
     context = runtime.context or (default_context(shape) if shape else None)
     if measure and found.path.suffix == ".onnx":
         raise UsageError(f"--measure: {path} is a graph alone; give its bundle")
