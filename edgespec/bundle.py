@@ -7,6 +7,7 @@ The names of the bundle's own modules are here too: `manifest` states the format
 from __future__ import annotations
 
 import hashlib
+import importlib
 import importlib.util
 import shutil
 from collections.abc import Callable
@@ -134,7 +135,7 @@ def _from_card(card: models.Card, offline: bool, progress: Progress) -> Bundle:
             card.licence,
         )
 
-    return _cached(card.name, card.file.sha256, fetch, progress)
+    return _cached(card.name, card.name, card.file.sha256, fetch, progress)
 
 
 def _from_hub(reference: hub.HubReference, offline: bool, progress: Progress) -> Bundle:
@@ -149,7 +150,7 @@ def _from_hub(reference: hub.HubReference, offline: bool, progress: Progress) ->
     stem = models.bundle_stem(reference.repo)
     if reference.quant:
         stem += f"--{reference.quant.lower()}"
-    return _cached(stem, listing.revision, fetch, progress)
+    return _cached(f"hf:{reference.repo}", stem, listing.revision, fetch, progress)
 
 
 def _from_file(path: Path, progress: Progress) -> Bundle:
@@ -159,17 +160,23 @@ def _from_file(path: Path, progress: Progress) -> Bundle:
     checkpoint = Checkpoint(path, path.stem, path.name)
     # The path's digest: files of one name in two places must not oust each other.
     place = hashlib.sha256(str(path).encode()).hexdigest()[:8]
-    return _cached(f"file-{place}", identity, lambda: checkpoint, progress)
+    stem = f"file-{place}"
+    return _cached(path.name, stem, identity, lambda: checkpoint, progress)
 
 
 def _cached(
-    stem: str, identity: str, fetch: Callable[[], Checkpoint], progress: Progress
+    model: str,
+    stem: str,
+    identity: str,
+    fetch: Callable[[], Checkpoint],
+    progress: Progress,
 ) -> Bundle:
     """The bundle of this identity made by this exporter; others of the stem go away."""
     key = hashlib.sha256(f"{identity}\0{exporter_key()}".encode()).hexdigest()
     directory = home() / "bundles" / f"{stem}-{key[: models.KEY_DIGITS]}"
     with locked(directory):
         if not (directory / MANIFEST).exists():
+            _require_exporter(model)
             _export(fetch(), directory, progress)
             for other in models.bundles_of(stem):
                 if other != directory:
@@ -177,15 +184,21 @@ def _cached(
     return open_bundle(directory)
 
 
-def _export(checkpoint: Checkpoint, directory: Path, progress: Progress) -> None:
+def _require_exporter(model: str) -> None:
+    """Raises UnsupportedError without the [export] extra: before the download."""
     try:
-        from edgespec_export.pipeline import export
-        from edgespec_export.weights import Origin
+        importlib.import_module("edgespec_export.pipeline")
     except ModuleNotFoundError as error:
         raise UnsupportedError(
-            f"{checkpoint.path.name} has to be exported first, which needs the module "
-            f"{error.name}; install it with: pip install 'edgespec[export]'"
+            f"{model} has to be exported first, which needs the module {error.name}; "
+            "install it with: pip install 'edgespec[export]'"
         ) from error
+
+
+def _export(checkpoint: Checkpoint, directory: Path, progress: Progress) -> None:
+    from edgespec_export.pipeline import export
+    from edgespec_export.weights import Origin
+
     is_gguf = checkpoint.path.suffix == ".gguf"
     export(
         checkpoint.path,

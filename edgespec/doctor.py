@@ -106,9 +106,18 @@ def diagnose(*, offline: bool = False, progress: Progress = silent) -> Diagnosis
         cache_path=str(home),
         cache_bytes=cache.size_of(home) if home.is_dir() else 0,
         cache_free=shutil.disk_usage(existing).free,
-        cache_writable=os.access(existing, os.W_OK | os.X_OK),
+        cache_writable=_is_writable(existing),
         hub=hub,
     )
+
+
+def _is_writable(directory: Path) -> bool:
+    """By trying: permissions say nothing of read-only disks, and root has them all."""
+    try:
+        with tempfile.TemporaryFile(dir=directory):
+            return True
+    except OSError:
+        return False
 
 
 def look_for_hub(offline: bool) -> str:

@@ -58,15 +58,13 @@ class Session:
     """A target with its tokenizer, template and draft. One reply at a time.
 
     Speculation never changes a token: `is_speculating = False` gives the same reply,
-        slower. A call
-    during another reply raises BackendError.
+    slower. A call during another reply raises BackendError.
 
     Repeatability: with an explicit seed, a target whose rows are not invariant gets
-        trees that
-    depend on the prompt and the reply alone, from a fixed cost table instead of
-    measured times, so runs repeat. Without a seed measured times choose the trees, and
-    where such a target rounds differently for other tree sizes a near-tie may then fall
-    differently.
+    trees that depend on the prompt and the reply alone, from a fixed cost table instead
+    of measured times, so runs repeat. Without a seed measured times choose the trees,
+    and where such a target rounds differently for other tree sizes a near-tie may then
+    fall differently.
     """
 
     def __init__(

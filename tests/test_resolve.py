@@ -111,3 +111,21 @@ def test_missing_extra_says_what_to_install(
     monkeypatch.setitem(sys.modules, "edgespec_export.pipeline", None)
     with pytest.raises(UnsupportedError, match=r"pip install 'edgespec\[export\]'"):
         resolve(str(tmp_path / "m.gguf"))
+
+
+def test_missing_extra_is_found_before_the_download(
+    server: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "edgespec_export.pipeline", None)
+    with pytest.raises(UnsupportedError, match="hf:Org/Tiny has to be exported first"):
+        resolve("hf:Org/Tiny")
+    assert not [path for path in server.requests if "safetensors" in str(path)]
+
+
+def test_cache_that_cannot_be_written_says_what_to_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gguf_checkpoint(tmp_path / "m.gguf")
+    monkeypatch.setenv("EDGESPEC_HOME", str(tmp_path / "m.gguf" / "below"))
+    with pytest.raises(ModelNotFoundError, match=r"cannot be written.*EDGESPEC_HOME"):
+        resolve(str(tmp_path / "m.gguf"))
