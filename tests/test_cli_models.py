@@ -130,6 +130,9 @@ def test_version_and_help(capsys: Output) -> None:
     assert main(["-h"]) == 0
     assert "Usage: edgespec" in capsys.readouterr().out
     assert app.app.info.no_args_is_help
+    for command in ("chat", "generate"):
+        assert main([command, "-h"]) == 0
+        assert "[[" not in capsys.readouterr().out
 
 
 def test_closed_streams_and_ascii_terminals_do_no_harm(edgespec_home: Path) -> None:

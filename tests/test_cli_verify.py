@@ -198,6 +198,8 @@ def test_json_file_and_limit(load, prompts, tmp_path, capsys) -> None:
         (["--temperature", "1", "--seed", "-1"], "seed"),
         (["--prompts", "/nowhere/at/all"], "/nowhere/at/all"),
         (["-n", "0"], "-n"),
+        (["--json", "/nowhere/at/all"], "its directory cannot be written"),
+        (["--json", "/"], "--json /: it is a directory"),
     ],
 )
 def test_usage_errors(load, capsys, flags, message) -> None:

@@ -61,14 +61,14 @@ def command(
     model: Annotated[
         str,
         typer.Argument(
-            metavar="[MODEL]",
+            metavar="MODEL",
             help="A bundle directory, a .gguf file, hf:ORG/REPO[:QUANT], or a name of "
             "'edgespec models list'.",
         ),
     ] = DEFAULT_MODEL,
     question: Annotated[
         str | None,
-        typer.Argument(metavar="[QUESTION]", help="Answer this and exit."),
+        typer.Argument(metavar="QUESTION", help="Answer this and exit."),
     ] = None,
     system: Annotated[
         str | None, typer.Option("--system", help="What the model is told first.")

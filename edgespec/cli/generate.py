@@ -35,7 +35,7 @@ def command(
     runtime: Runtime,
     source: Annotated[
         str | None,
-        typer.Argument(metavar="[-]", help="- reads the prompt from stdin."),
+        typer.Argument(metavar="-", help="- reads the prompt from stdin."),
     ] = None,
     prompt: Annotated[
         str | None, typer.Option("--prompt", "-p", help="The prompt.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -88,6 +89,8 @@ def command(
     ]
     for choice in sampling:
         check_sampling(choice)
+    if json_file not in (None, "-"):
+        _check_target(Path(json_file))
     chosen = read_prompts(prompts)[:limit]
     session = open_session(model, speculation, runtime, offline=offline)
     with progress_bar() as progress:
@@ -112,9 +115,9 @@ def command(
     if json_file == "-":
         print(json.dumps(result))
     else:
+        print("\n".join(_lines(session, runs)))
         if json_file is not None:
             _write(Path(json_file), json.dumps(result) + "\n")
-        print("\n".join(_lines(session, runs)))
     if summarise(runs).unexplained:
         raise typer.Exit(1)
 
@@ -127,6 +130,15 @@ def _about(session: Session) -> dict[str, object]:
         "row_invariant": session.target.capabilities.row_invariant,
         "argv": sys.argv[1:],
     }
+
+
+def _check_target(path: Path) -> None:
+    """Finds a result's file impossible before the minutes of work, not after."""
+    if path.is_dir() or not os.access(path.absolute().parent, os.W_OK | os.X_OK):
+        why = (
+            "it is a directory" if path.is_dir() else "its directory cannot be written"
+        )
+        raise UsageError(f"--json {path}: {why}; name a file, or - for stdout")
 
 
 def _write(path: Path, text: str) -> None:
