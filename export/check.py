@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from edgespec.cpu import usable_cores
-from edgespec.errors import FormatError
+from edgespec.errors import BackendError, FormatError
 from edgespec.progress import Progress, silent
 from edgespec_export import forward, sources
 from edgespec_export.reference import Reference
@@ -205,13 +205,16 @@ def _row_slices(n: int) -> Iterator[slice]:
 def _session(model: bytes, path: Path) -> onnxruntime.InferenceSession:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = usable_cores()
-    options.log_severity_level = 3
+    options.log_severity_level = 4  # errors come back as exceptions
     options.add_session_config_entry(
         "session.model_external_initializers_file_folder_path", str(path.parent)
     )
-    return onnxruntime.InferenceSession(
-        model, options, providers=["CPUExecutionProvider"]
-    )
+    try:
+        return onnxruntime.InferenceSession(
+            model, options, providers=["CPUExecutionProvider"]
+        )
+    except Exception as error:  # its exceptions share no base
+        raise BackendError(f"{path.name}: ONNX Runtime: {error}") from error
 
 
 def _onnx_logits(
@@ -229,7 +232,10 @@ def _onnx_logits(
     }
     for layer in range(config.n_layers):
         inputs[f"past_key_{layer}"] = inputs[f"past_value_{layer}"] = buffer
-    logits = session.run(["logits"], inputs)[0][0]
+    try:
+        logits = session.run(["logits"], inputs)[0][0]
+    except Exception as error:  # its exceptions share no base
+        raise BackendError(f"target.onnx: ONNX Runtime: {error}") from error
     for rows in _row_slices(n):
         yield rows, logits[rows]
 

@@ -157,7 +157,8 @@ def _encode(tensor: Tensor, kind: str) -> NDArray[np.uint8]:
     """Bytes (rows, bytes of a row) of a tensor under another or the same type."""
     if kind == tensor.kind:
         return tensor.load_raw()
-    return quantize(kind, tensor.load_f32().reshape(-1, tensor.shape[-1]))
+    values = tensor.load_f32().reshape(-1, tensor.shape[-1])
+    return quantize(kind, values, f"tensor {tensor.name!r}")
 
 
 def _metadata(weights: WeightSet, quant: str | None) -> Metadata:

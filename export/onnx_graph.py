@@ -41,6 +41,8 @@ DEFAULT_ATTENTION = "explicit"
 INPUTS_VERSION = 1
 _OPSET = 20
 _IR_VERSION = 10
+_GQA_HEAD_DIM = 16  # ONNX Runtime rotates heads of multiples of this
+_MAX_ROPE_TABLE = 1 << 30  # bytes of cos and sin
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +92,18 @@ def write(
         raise UnsupportedError(
             f"rotary dimension {weights.config.rope.dim} of heads of "
             f"{weights.config.head_dim}: only whole heads are rotated"
+        )
+    if attention == "gqa" and weights.config.head_dim % _GQA_HEAD_DIM:
+        raise UnsupportedError(
+            f"--attention gqa: heads of {weights.config.head_dim} are no multiple of "
+            f"{_GQA_HEAD_DIM}; use explicit"
+        )
+    size = 4 * weights.config.max_position * weights.config.rope.dim
+    if size > _MAX_ROPE_TABLE:
+        raise UnsupportedError(
+            f"a context of {weights.config.max_position} needs rotary tables of {size} "
+            f"bytes in the graph, at most {_MAX_ROPE_TABLE} are supported; use "
+            "--format gguf, or lower the source's context length"
         )
     store = Store(path.with_name(path.name + ".data"))
     try:

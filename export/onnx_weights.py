@@ -66,7 +66,7 @@ def prepare(tensor: Tensor, quant: str | None, *, block: int = nbits.BLOCK) -> M
     if is_kept:
         raw, why = tensor.load_raw(), f"{kind} of the source, exact"
     else:
-        raw = quantize.quantize(kind, tensor.load_f32())
+        raw = quantize.quantize(kind, tensor.load_f32(), f"tensor {tensor.name!r}")
         why = f"{kind} made from {tensor.kind}"
     coded = nbits.from_ggml(kind, raw)
     if coded.offsets is not None:
@@ -84,7 +84,8 @@ def _floats(tensor: Tensor, kind: str) -> Matrix:
     is_exact = np.array_equal(half.astype(np.float32), values)
     if kind == "F16" and not np.isfinite(half).all():
         raise UnsupportedError(
-            f"{tensor.name}: a weight lies beyond what float16 holds"
+            f"tensor {tensor.name!r}: a weight is not a number or lies beyond what "
+            "float16 holds; use f32"
         )
     if kind == "F16" or is_exact:
         how = "exact" if is_exact else "rounded to float16"

@@ -305,10 +305,12 @@ def _publish(work: Path, out: Path) -> None:
         work.rename(out)
         return
     old = work.with_name(work.name + "-old")
-    out.rename(old)
     try:
+        out.rename(old)
         work.rename(out)
     except BaseException:
-        old.rename(out)
+        if not out.exists():
+            old.rename(out)
         raise
-    shutil.rmtree(old, ignore_errors=True)
+    finally:
+        shutil.rmtree(old, ignore_errors=True)

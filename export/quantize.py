@@ -18,6 +18,7 @@ from edgespec.errors import FormatError, UnsupportedError
 BLOCK = 32
 KINDS = ("Q4_0", "Q4_1", "Q8_0", "F16", "F32")
 _ROW_BYTES = {"Q4_0": 18, "Q4_1": 20, "Q8_0": 34}
+_F16_MAX = 65504.0
 _SIDES = np.array([0.0, 0.5, 1.0], dtype=np.float32)
 _CHUNK = 2048  # blocks searched at a time: the working set stays in the L2 cache
 _SHRINK_4 = np.linspace(1.06, 0.74, 12, dtype=np.float32)
@@ -49,12 +50,17 @@ def kind_for(name: str, shape: tuple[int, ...], quant: str | None, kind: str) ->
     return quant.upper()
 
 
-def quantize(kind: str, values: NDArray[np.float32]) -> NDArray[np.uint8]:
+def quantize(
+    kind: str, values: NDArray[np.float32], name: str = "matrix"
+) -> NDArray[np.uint8]:
     """Rows (rows, cols) float32 as ggml bytes (rows, bytes of a row).
 
     Q4_0, Q4_1 and Q8_0 search scale (and minimum) for the least squared error of each
-    block of 32; no block ends up worse than under ggml's own rounding. Raises
-    UnsupportedError for other types and for rows that are no multiple of 32.
+    block of 32; no block ends up worse than under ggml's own rounding.
+
+    Raises, beginning with the name, FormatError for a weight that is no number and
+    UnsupportedError for one beyond float16, for rows that are no multiple of 32 and for
+    other types.
     """
     rows, cols = values.shape
     if kind == "F32":
@@ -63,17 +69,18 @@ def quantize(kind: str, values: NDArray[np.float32]) -> NDArray[np.uint8]:
         with np.errstate(over="ignore"):
             half = values.astype(np.float16)
         if not np.isfinite(half).all():
-            raise UnsupportedError("F16: a weight lies beyond 65504; use q8_0")
+            _check_range(values, name)
         return half.view(np.uint8)
     if kind not in _ROW_BYTES:
-        raise UnsupportedError(f"cannot write {kind}; known: {', '.join(KINDS)}")
+        raise UnsupportedError(
+            f"{name}: cannot write {kind}; known: {', '.join(KINDS)}"
+        )
     if cols % BLOCK:
         raise UnsupportedError(
-            f"{kind} needs rows that are multiples of {BLOCK}, got {cols}"
+            f"{name}: {kind} needs rows that are multiples of {BLOCK}, got {cols}"
         )
     blocks = np.ascontiguousarray(values, dtype=np.float32).reshape(-1, BLOCK)
-    if not np.isfinite(blocks).all():
-        raise FormatError("a weight is infinite or not a number")
+    _check_range(blocks, name)
     if kind == "Q4_1":
         packed = _pack_q4_1(blocks)
     elif kind == "Q4_0":
@@ -83,6 +90,15 @@ def quantize(kind: str, values: NDArray[np.float32]) -> NDArray[np.uint8]:
         codes, scales, _ = search_symmetric(blocks, -127, 127, half=True)
         packed = np.concatenate([_bytes(scales), codes.view(np.uint8)], axis=1)
     return packed.reshape(rows, -1)
+
+
+def _check_range(values: NDArray[np.float32], name: str) -> None:
+    """Raises unless float16 holds every weight."""
+    top = np.abs(values).max(initial=0)
+    if not np.isfinite(top):
+        raise FormatError(f"{name}: a weight is infinite or not a number")
+    if top > _F16_MAX:
+        raise UnsupportedError(f"{name}: a weight lies beyond {_F16_MAX:g}; use f32")
 
 
 def dequantize(kind: str, raw: NDArray[np.uint8], cols: int) -> NDArray[np.float32]:
@@ -201,8 +217,7 @@ def _affine(
     total = x.sum(axis=1)
     best = (width, low, np.full_like(low, np.inf))
     # ggml's own line first, so that nothing can come out worse than it; then shorter
-    # ones
-    # that keep the low end, the middle or the high end of the range
+    # ones that keep the low end, the middle or the high end of the range
     starts = [(width, low), (width * np.float32(1.04), low - np.float32(0.3) * width)]
     for shrink in _SHRINK_AFFINE:
         scale = width * shrink
@@ -266,8 +281,7 @@ def _inverse(scale: NDArray[np.float32]) -> NDArray[np.float32]:
 def _round(scale: NDArray[np.float32], half: bool) -> NDArray[np.float32]:
     if not half:
         return scale
-    limit = np.float32(65504)
-    return np.clip(scale, -limit, limit).astype(np.float16).astype(np.float32)
+    return np.clip(scale, -_F16_MAX, _F16_MAX).astype(np.float16).astype(np.float32)
 
 
 def _bytes(values: NDArray[np.float32]) -> NDArray[np.uint8]:

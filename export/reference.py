@@ -46,11 +46,19 @@ def of_source(
     """The reference for a weight set read from `source`.
 
     A directory is run by transformers when torch, transformers and optimum are there;
-    everything else by the dequantised weights in numpy.
+    everything else by the dequantised weights in numpy. Raises FormatError when what
+    comes out is not finite.
     """
     if source is not None and source.is_dir() and has_transformers():
-        return _transformers(weights, source, windows, progress)
-    return of_weights(weights, windows, progress)
+        reference = _transformers(weights, source, windows, progress)
+    else:
+        reference = of_weights(weights, windows, progress)
+    if not np.isfinite(reference.hidden).all():
+        raise FormatError(
+            "the source's own answers on the check text are not numbers: its weights "
+            "are damaged"
+        )
+    return reference
 
 
 def of_weights(

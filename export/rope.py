@@ -38,6 +38,8 @@ _KEYS: dict[str, set[str]] = {
 }
 _COMMON = {"rope_theta", "rope_type", "type", "partial_rotary_factor", "finetuned"}
 _DEFAULT_THETA = 10000.0
+_MAX_DIM = 1 << 16
+_LEAST, _MOST = 1e-30, 1e30  # of any number here: float32 of a GGUF holds them
 
 
 def base_frequencies(theta: float, dim: int) -> NDArray[np.float64]:
@@ -100,9 +102,17 @@ def from_hf(config: Mapping[str, Any], head_dim: int, where: str) -> Rope:
 
 def _positive(value: Any, what: str) -> float:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not 0 < value < math.inf:
+    if not is_number or not _LEAST < value < _MOST:
         raise FormatError(f"{what}: expected a positive number, got {value!r}")
     return float(value)
+
+
+def _check_base(theta: float, dim: int, where: str) -> None:
+    if dim % 2 or dim > _MAX_DIM or theta <= 1:
+        raise FormatError(
+            f"{where}: RoPE needs an even dimension of at most {_MAX_DIM} and a base "
+            f"above 1, got {dim} and {theta:g}"
+        )
 
 
 def _build(
@@ -111,8 +121,7 @@ def _build(
     def number(key: str) -> float:
         return _positive(scaling.get(key), f"{where}: RoPE {kind!r}: {key}")
 
-    if dim % 2 or theta <= 1:
-        raise FormatError(f"{where}: RoPE needs an even dimension and a base above 1")
+    _check_base(theta, dim, where)
     inv_freq = base_frequencies(theta, dim)
     attention_factor = 1.0
     if kind == "linear":
@@ -156,6 +165,11 @@ def _yarn(
         )
     dim = 2 * len(inv_freq)
     context = number("original_max_position_embeddings")
+    if not context.is_integer():
+        raise FormatError(
+            f"{where}: RoPE 'yarn': original_max_position_embeddings: expected a whole "
+            f"number, got {context}"
+        )
 
     def dimension(turns: float) -> float:
         return dim * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(theta))
@@ -229,6 +243,11 @@ def from_gguf(
         if is_scaled:
             raise UnsupportedError(
                 f"{where}: rope_freqs together with RoPE scaling {kind!r}"
+            )
+        _check_base(theta, head_dim, where)
+        if not ((freq_factors > _LEAST) & (freq_factors < _MOST)).all():
+            raise FormatError(
+                f"{where}: tensor 'rope_freqs': expected positive numbers"
             )
         if freq_factors.shape != (head_dim // 2,):
             raise FormatError(

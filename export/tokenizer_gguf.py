@@ -56,6 +56,11 @@ def metadata(
             f"tokenizer.json: model {model.get('type')!r} is not supported; expected "
             "'BPE'"
         )
+    for key in ("continuing_subword_prefix", "end_of_word_suffix", "dropout"):
+        if model.get(key):
+            raise UnsupportedError(
+                f"tokenizer.json: {key} {model[key]!r}: llama.cpp has no equal of it"
+            )
     made = Metadata()
     tokens, types = _vocabulary(data, vocab, has_bytes=bool(model.get("byte_fallback")))
     merges = [_pair(merge) for merge in model.get("merges") or ()]
@@ -229,10 +234,13 @@ def _vocabulary(
             f"tokenizer.json has {max(words) + 1} tokens, the embedding only {rows} "
             "rows"
         )
-    # llama.cpp wants one token for every row.
+    # llama.cpp wants one token for every row, and every one another.
+    taken = set(words.values())
     for i in range(rows):
         if i not in words:
             words[i], kinds[i] = f"[PAD{i}]", UNUSED
+            while words[i] in taken:
+                words[i] = f"[{words[i]}]"
     order = range(rows)
     return [words[i] for i in order], [kinds[i] for i in order]
 

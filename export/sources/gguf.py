@@ -64,6 +64,7 @@ _READ = frozenset(
     ]
 )
 ROPE_FREQS = "rope_freqs.weight"
+_NO_WEIGHTS = ("I8", "I16", "I32", "I64", "F64")
 
 
 def read(path: Path) -> WeightSet:
@@ -106,11 +107,20 @@ def read(path: Path) -> WeightSet:
             "rows"
         )
 
-    def optional(key: str, kind: type) -> Any:
+    def optional(key: str) -> str | None:
         value = metadata.get(key)
-        if value is not None and not isinstance(value, kind):
+        if value is not None and not isinstance(value, str):
+            raise FormatError(f"{where}: {key}: expected text, got {value!r}")
+        return value
+
+    def number(key: str, least: float, most: float) -> float | None:
+        value = metadata.get(key)
+        if value is not None and not (
+            isinstance(value, float) and least <= value <= most
+        ):
             raise FormatError(
-                f"{where}: {key}: expected {kind.__name__}, got {value!r}"
+                f"{where}: {key}: expected a number from {least:g} to {most:g}, got "
+                f"{value!r}"
             )
         return value
 
@@ -118,29 +128,34 @@ def read(path: Path) -> WeightSet:
         config=config,
         tensors=tensors,
         tokenizer_json=words,
-        chat_template=optional("tokenizer.chat_template", str),
+        chat_template=optional("tokenizer.chat_template"),
         bos_id=bos_id,
         eos_ids=eos_ids,
         add_bos=tokenizer_gguf.add_bos(metadata),
-        temperature=optional("general.sampling.temp", float),
-        top_p=optional("general.sampling.top_p", float),
-        name=optional("general.name", str),
+        temperature=number("general.sampling.temp", 0, 1e9),
+        top_p=number("general.sampling.top_p", 1e-9, 1),
+        name=optional("general.name"),
         origin=Origin(
             source=path.name,
             format="gguf",
             sha256=sha256(paths),
-            licence=optional("general.license", str),
+            licence=optional("general.license"),
         ),
         gguf_metadata=metadata,
     )
 
 
 def shards(path: Path) -> list[Path]:
-    """The files of a GGUF, in order; ModelNotFoundError naming an absent one."""
+    """The files of a GGUF, in order.
+
+    Raises ModelNotFoundError naming an absent one, FormatError for "4 of 3".
+    """
     match = _SHARD.fullmatch(path.name)
     count = int(match[3]) if match else 1
     paths = [path]
     if match:
+        if not 1 <= int(match[2]) <= count:
+            raise FormatError(f"{path}: shard {match[2]} of {match[3]} cannot be")
         paths = [
             path.with_name(f"{match[1]}-{k + 1:05d}-of-{match[3]}.gguf")
             for k in range(count)
@@ -313,6 +328,10 @@ def _tensors(
         file, info = stored[full]
         slot = expected[full.removesuffix(".weight")]
         check_shape(slot.name, slot.shape, info.shape, str(file.path))
+        if info.kind in _NO_WEIGHTS:
+            raise UnsupportedError(
+                f"{file.path}: tensor {full!r}: cannot read weights of type {info.kind}"
+            )
         tensors[slot.name] = Tensor(
             name=slot.name,
             shape=slot.shape,
@@ -330,4 +349,8 @@ def _load_raw(file: GGUFFile, info: TensorInfo, n_heads: int) -> NDArray[np.uint
 
 def _load_f32(file: GGUFFile, info: TensorInfo, n_heads: int) -> NDArray[np.float32]:
     raw = _load_raw(file, info, n_heads)
-    return dequantize(info.kind, raw, info.shape[-1]).reshape(info.shape)
+    try:
+        values = dequantize(info.kind, raw, info.shape[-1])
+    except UnsupportedError as error:
+        raise UnsupportedError(f"{file.path}: tensor {info.name!r}: {error}") from error
+    return values.reshape(info.shape)

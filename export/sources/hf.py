@@ -79,8 +79,8 @@ def read(directory: Path) -> WeightSet:
         bos_id=bos_id,
         eos_ids=tuple(dict.fromkeys(i for i in ids if i is not None)),
         add_bos=_adds_bos(settings, words, bos_id),
-        temperature=_number(generation, "temperature", directory),
-        top_p=_number(generation, "top_p", directory),
+        temperature=_number(generation, "temperature", 0, 1e9, directory),
+        top_p=_number(generation, "top_p", 1e-9, 1, directory),
         name=directory.resolve().name,
         origin=Origin(
             source=directory.resolve().name,
@@ -100,7 +100,7 @@ def _json(path: Path, *, is_optional: bool = False) -> dict[str, Any]:
         )
     try:
         value = json.loads(path.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise FormatError(f"{path}: not JSON: {error}") from error
     if not isinstance(value, dict):
         raise FormatError(f"{path}: expected an object, got {type(value).__name__}")
@@ -115,6 +115,8 @@ def _config(arch: Architecture, config: Mapping[str, Any], where: str) -> ModelC
             raise FormatError(
                 f"{where}: {key}: expected a positive integer, got {value!r}"
             )
+        if value >= 1 << 31:
+            raise FormatError(f"{where}: {key}: expected less than 2^31, got {value}")
         return value
 
     hidden, n_heads = whole("hidden_size"), whole("num_attention_heads")
@@ -125,9 +127,9 @@ def _config(arch: Architecture, config: Mapping[str, Any], where: str) -> ModelC
         )
     head_dim = whole("head_dim", hidden // n_heads)
     eps = config.get("rms_norm_eps", arch.rms_eps)
-    if isinstance(eps, bool) or not isinstance(eps, int | float) or eps <= 0:
+    if not isinstance(eps, float) or not 0 < eps < 1:
         raise FormatError(
-            f"{where}: rms_norm_eps: expected a positive number, got {eps!r}"
+            f"{where}: rms_norm_eps: expected a number between 0 and 1, got {eps!r}"
         )
     return ModelConfig(
         arch=arch.gguf,
@@ -139,7 +141,7 @@ def _config(arch: Architecture, config: Mapping[str, Any], where: str) -> ModelC
         ffn=whole("intermediate_size"),
         vocab=whole("vocab_size"),
         max_position=whole("max_position_embeddings"),
-        rms_eps=float(eps),
+        rms_eps=eps,
         rope=rope.from_hf(config, head_dim, where),
         is_tied=bool(config.get("tie_word_embeddings", False)),
     )
@@ -196,27 +198,45 @@ def _tokenizer(directory: Path) -> tuple[str, tokenizers.Tokenizer]:
             f"{path}: no such file; load the tokenizer with transformers and save it "
             "to get one"
         )
+    text = _text(path)
     try:
-        text = path.read_text(encoding="utf-8")
         return text, tokenizers.Tokenizer.from_str(text)
-    except Exception as error:  # the library raises bare Exception
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # bare Exception, and panics that are not even that
         raise FormatError(f"{path}: cannot be read: {error}") from error
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise FormatError(f"{path}: not UTF-8: {error}") from error
 
 
 def _chat_template(directory: Path, settings: Mapping[str, Any]) -> str | None:
     """The template transformers would use: its own file before the configuration."""
     file = directory / "chat_template.jinja"
     if file.is_file():
-        return file.read_text(encoding="utf-8")
+        return _text(file)
     found = _json(directory / "chat_template.json", is_optional=True).get(
         "chat_template"
     )
     found = found or settings.get("chat_template")
     if isinstance(found, list):
-        named = {entry.get("name"): entry.get("template") for entry in found}
-        found = named.get("default")
-    if found is not None and not isinstance(found, str):
-        raise FormatError(f"{directory}: chat_template: expected text, got {found!r}")
+        found = next(
+            (
+                entry.get("template")
+                for entry in found
+                if isinstance(entry, dict) and entry.get("name") == "default"
+            ),
+            None,
+        )
+    is_text = isinstance(found, str) and not re.search("[\ud800-\udfff]", found)
+    if found is not None and not is_text:
+        raise FormatError(
+            f"{directory}: chat_template: expected text, got {found!r:.80}"
+        )
     return found
 
 
@@ -227,7 +247,7 @@ def _special(
     text = value.get("content") if isinstance(value, Mapping) else value
     if text is None:
         return None
-    token = words.token_to_id(text)
+    token = words.token_to_id(text) if isinstance(text, str) else None
     if token is None:
         raise FormatError(
             f"{directory / 'tokenizer_config.json'}: {key} {text!r} is not in "
@@ -264,13 +284,21 @@ def _adds_bos(
     return words.encode("a", add_special_tokens=True).ids[:1] == [bos_id]
 
 
-def _number(generation: Mapping[str, Any], key: str, directory: Path) -> float | None:
+def _number(
+    generation: Mapping[str, Any],
+    key: str,
+    least: float,
+    most: float,
+    directory: Path,
+) -> float | None:
     value = generation.get(key)
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not least <= value <= most:
         raise FormatError(
-            f"{directory / 'generation_config.json'}: {key}: got {value!r}"
+            f"{directory / 'generation_config.json'}: {key}: expected a number from "
+            f"{least:g} to {most:g}, got {value!r}"
         )
     return float(value)
 

@@ -73,7 +73,13 @@ def _files(directory: Path) -> tuple[list[Path], dict[str, str]]:
     try:
         index = json.loads((directory / INDEX).read_bytes())["weight_map"]
         names = {str(k): str(v) for k, v in index.items()}
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+    except (
+        ValueError,
+        KeyError,
+        AttributeError,
+        TypeError,
+        RecursionError,
+    ) as error:
         raise FormatError(
             f"{directory / INDEX}: no usable weight_map: {error}"
         ) from error
@@ -108,7 +114,13 @@ def _read_file(path: Path) -> dict[str, StoredTensor]:
         header.pop("__metadata__", None)
         entries = sorted(header.items(), key=lambda entry: entry[1]["data_offsets"])
         return _place(path, entries, data[8 + length :])
-    except (ValueError, AttributeError, KeyError, TypeError) as error:
+    except (
+        ValueError,
+        AttributeError,
+        KeyError,
+        TypeError,
+        RecursionError,
+    ) as error:
         if isinstance(error, FormatError | UnsupportedError):
             raise
         raise FormatError(

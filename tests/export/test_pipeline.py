@@ -103,6 +103,8 @@ def test_bundle_of_a_gguf_keeps_its_blocks(tmp_path: Path) -> None:
     assert "Q4_1 of the source, exact" in manifest.quantisation["onnx"].note
     assert (manifest.check["gguf"].kl, manifest.check["gguf"].top1) == (0, 1)
     assert manifest.check["onnx"].kl < 0.02
+    with pytest.raises(FormatError, match=r"bundle already; its target\.gguf"):
+        export(tmp_path / "bundle", tmp_path / "again")
     for entry in manifest.weights:
         assert (entry.licence, entry.origin) == ("MIT", "pypi:thing")
         assert entry.sha256 == "ab" * 32

@@ -395,6 +395,8 @@ def _tokenizer_json(**changes: Any) -> str:
             {"added_tokens": [{"id": 3, "content": "x", "lstrip": True}]},
             "'x' with lstrip",
         ),
+        ({"model": {"type": "BPE", "end_of_word_suffix": "</w>"}}, "end_of_word"),
+        ({"model": {"type": "BPE", "dropout": 0.1}}, "dropout"),
     ],
 )
 def test_tokenizers_llamacpp_has_no_equal_of_are_refused(
@@ -423,6 +425,21 @@ def test_merges_without_scores_are_refused() -> None:
             add_bos=False,
             chat_template=None,
         )
+
+
+def test_rows_without_a_token_get_names_of_their_own() -> None:
+    words = checkpoints.tokenizer(specials=(*checkpoints.SPECIALS, "[PAD321]"))
+    made = export.metadata(
+        words.to_str(),
+        vocab=323,
+        bos_id=1,
+        eos_ids=(2,),
+        add_bos=False,
+        chat_template=None,
+    )
+    tokens = made["tokenizer.ggml.tokens"]
+    assert tokens[320:] == ["[PAD320]", "[[PAD321]]", "[PAD322]"]
+    assert len(set(tokens)) == 323
 
 
 def test_more_tokens_than_rows_are_refused() -> None:
