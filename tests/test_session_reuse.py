@@ -192,7 +192,9 @@ def test_c34_fifty_turns_in_a_small_context() -> None:
     assert all(reply.finish_reason == "length" for reply in replies)
     assert len(notices) > 5
     assert all("oldest" in notice and "128" in notice for notice in notices)
-    assert memory.dropped == 2 * len(notices) or memory.dropped > 0
+    # Questions go with their answers, and the last question never goes.
+    assert 2 * len(notices) <= memory.dropped <= 98
+    assert memory.dropped % 2 == 0
     # Dropping makes room for more than one turn: few turns evaluate the whole prompt.
     whole = [reply.evaluated_tokens == reply.prompt_tokens for reply in replies]
     assert not any(whole[1:3])

@@ -45,6 +45,55 @@ def test_c30_a_shorter_prompt_after_a_longer_one(session: Session) -> None:
     assert (again.evaluated_tokens, again.tokens) == (1, fresh.tokens)
 
 
+def test_c04_turn_two_on_the_cache_of_turn_one_equals_a_cold_session(
+    session: Session,
+) -> None:
+    session.reset()
+    chat = Conversation(session, sampling=GREEDY, stopping=Stopping(max_tokens=24))
+    list(chat.ask("Name three rivers in Europe."))
+    list(chat.ask("And three mountains?"))
+    warm = chat.last_reply
+    assert warm is not None
+    assert warm.evaluated_tokens < warm.prompt_tokens - 24
+    session.reset()
+    cold = session.chat(chat.messages[:-1], memory=chat.memory, sampling=GREEDY)
+    tokens = [token for delta in cold for token in delta.tokens][:24]
+    assert cold.reply.evaluated_tokens == cold.prompt_tokens == warm.prompt_tokens
+    assert tuple(tokens) == warm.tokens
+
+
+def test_c04_the_same_greedy_prompt_four_times(session: Session) -> None:
+    session.reset()
+    replies = [say(session, "Count to ten.") for _ in range(4)]
+    assert len({reply.tokens for reply in replies}) == 1
+
+
+def test_c34_fifty_turns_at_512_tokens(session: Session) -> None:
+    session.reset()
+    chat = Conversation(
+        session,
+        system="Be brief.",
+        sampling=GREEDY,
+        stopping=Stopping(max_tokens=8),
+    )
+    notices = []
+    for turn in range(50):
+        question = f"Say the number {turn}."
+        notices += [delta.notice for delta in chat.ask(question) if delta.notice]
+        reply = chat.last_reply
+        assert reply is not None
+        assert reply.finish_reason in ("stop", "length")
+        assert len(reply.tokens) == 8 or reply.finish_reason == "stop"
+        assert reply.prompt_tokens <= 512
+    assert chat.turns == 50
+    assert len(notices) >= 2
+    assert 0 < chat.memory.dropped < 100
+    # The system turn is still what the context begins with.
+    opening = session.tokenizer.encode_raw("Be brief.")
+    held = session.engine.sequence[:20].tolist()
+    assert any(held[i : i + len(opening)] == opening for i in range(20))
+
+
 def test_c34_the_second_turn_knows_the_first(session: Session) -> None:
     session.reset()
     chat = Conversation(
@@ -115,6 +164,11 @@ def test_c13_penalties_change_the_reply(session: Session) -> None:
         for penalty in (-2.0, 2.0)
     }
     assert said[-2.0] != said[2.0]
+    session.is_speculating = False
+    for penalty, tokens in said.items():
+        sampling = Sampling(temperature=0, frequency_penalty=penalty)
+        assert say(session, prompt, 8, sampling, raw=True).tokens == tokens
+    session.is_speculating = True
     with pytest.raises(UsageError, match="repeat_penalty"):
         say(session, prompt, 8, Sampling(repeat_penalty=0))
 

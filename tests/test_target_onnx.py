@@ -439,6 +439,27 @@ def test_c37_truncated_files_are_errors_naming_the_file(
     assert isinstance(caught.value, FormatError | BackendError)
 
 
+def test_c37_data_cut_at_any_tensor_is_an_error(
+    big_graph: Path, tmp_path: Path
+) -> None:
+    graph = onnx.load(big_graph / "target.onnx", load_external_data=False).graph
+    stored = [
+        {entry.key: entry.value for entry in tensor.external_data}
+        for tensor in graph.initializer
+        if tensor.external_data
+    ]
+    edges = {int(s["offset"]) for s in stored}
+    edges |= {int(s["offset"]) + int(s["length"]) for s in stored}
+    data = (big_graph / "target.onnx.data").read_bytes()
+    (tmp_path / "target.onnx").write_bytes((big_graph / "target.onnx").read_bytes())
+    last = max(edges)
+    cuts = sorted({edge + d for edge in edges for d in (-1, 0, 1)} - {-1})
+    for cut in (cut for cut in cuts if cut < last):
+        (tmp_path / "target.onnx.data").write_bytes(data[:cut])
+        with pytest.raises(EdgeSpecError, match=r"target\.onnx"):
+            OnnxTarget(tmp_path / "target.onnx", context=64, threads=1)
+
+
 def test_c37_a_missing_data_file_is_an_error_naming_it(
     big_graph: Path, tmp_path: Path
 ) -> None:
