@@ -69,7 +69,8 @@ def write(
     """Writes `path` and, above 1 MB, `path`.data; nothing stays after an error.
 
     Args:
-        quant: q4_0, q4_1, q8_0, f16 or None to keep what the source holds.
+        quant: q4_0, q4_1, q8_0, f16, f32 or None to keep what the source holds; see
+            `onnx_weights.prepare`.
         attention: "gqa" (one fused op) or "explicit" (standard ops).
         taps: hidden_states indices to output, 0 = embedding, n_layers = the final
             norm's output.

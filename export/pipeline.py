@@ -28,6 +28,7 @@ from edgespec.manifest import CHAT_TEMPLATE, MANIFEST, TARGETS, TOKENIZER
 from edgespec.progress import Progress, silent
 from edgespec_export import check as checks
 from edgespec_export import gguf_file, onnx_graph, reference, sources
+from edgespec_export.quantize import made_from
 from edgespec_export.weights import Origin, WeightSet
 
 FORMATS = tuple(TARGETS)
@@ -143,12 +144,20 @@ class _Writer:
             lambda _, done, total: self.progress("write target.gguf", done, total),
         )
         types = Counter(report.kinds.values())
+        made = Counter(
+            made_from(kind, tensor.kind)
+            for name, kind in report.kinds.items()
+            if len((tensor := self.weights.tensors[name]).shape) > 1
+            and kind != tensor.kind
+        )
         kept = self.quant is None and self.weights.origin.format == "gguf"
         self.containers["gguf"] = Container(
             self.quant or _matrix_kind(self.weights).lower(),
             report.n_bytes,
             dict(sorted(types.items())),
-            "the source's blocks, bit for bit" if kept else "",
+            "the source's blocks, bit for bit"
+            if kept
+            else "; ".join(f"{how}: {count}" for how, count in sorted(made.items())),
         )
 
     def onnx(self, attention: str, taps: tuple[int, ...]) -> None:

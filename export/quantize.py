@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from edgespec.errors import FormatError, UnsupportedError
 
 BLOCK = 32
+FLOATS = ("F32", "F16", "BF16")
 KINDS = ("Q4_0", "Q4_1", "Q8_0", "F16", "F32")
 _ROW_BYTES = {"Q4_0": 18, "Q4_1": 20, "Q8_0": 34}
 _F16_MAX = 65504.0
@@ -48,6 +49,12 @@ def kind_for(name: str, shape: tuple[int, ...], quant: str | None, kind: str) ->
     if quant in ("q4_0", "q4_1") and name in ("token_embd", "output"):
         return "Q8_0"
     return quant.upper()
+
+
+def made_from(kind: str, source: str) -> str:
+    """How a tensor of one ggml type came from another, for notes and reports."""
+    is_twice = kind in _ROW_BYTES and source not in FLOATS
+    return f"{kind} made from {source}{', rounded twice' * is_twice}"
 
 
 def quantize(

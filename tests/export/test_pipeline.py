@@ -105,6 +105,10 @@ def test_bundle_of_a_gguf_keeps_its_blocks(tmp_path: Path) -> None:
     assert manifest.check["onnx"].kl < 0.02
     with pytest.raises(FormatError, match=r"bundle already; its target\.gguf"):
         export(tmp_path / "bundle", tmp_path / "again")
+    again = export(bundle.path_of("target.gguf"), tmp_path / "q4_0", quant="q4_0")
+    assert again.manifest.quantisation["gguf"].note == (
+        "Q4_0 made from Q4_1, rounded twice: 14"
+    )
     for entry in manifest.weights:
         assert (entry.licence, entry.origin) == ("MIT", "pypi:thing")
         assert entry.sha256 == "ab" * 32

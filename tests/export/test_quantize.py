@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from edgespec.errors import FormatError, UnsupportedError
-from edgespec_export import nbits, quantize
+from edgespec_export import nbits, onnx_weights, quantize
+from edgespec_export.weights import Tensor
 
 BLOCK_KINDS = ("Q4_0", "Q4_1", "Q8_0")
 
@@ -167,3 +168,30 @@ def test_c08_block_sizes_that_onnxruntime_gets_wrong_are_refused(block: int) -> 
 def test_rows_that_do_not_divide_are_refused_by_name() -> None:
     with pytest.raises(UnsupportedError, match=r"blk\.0\.attn_q.*rows of 48"):
         nbits.check_block(32, 48, "blk.0.attn_q")
+
+
+def _tensor(values: NDArray[np.float32]) -> Tensor:
+    raw = quantize.quantize("F32", values)
+    return Tensor("blk.0.ffn_up", values.shape, "F32", lambda: raw, lambda: values)
+
+
+@pytest.mark.parametrize("quant", ["q4_0", "q4_1"])
+def test_onnx_gives_8_bits_to_what_4_bits_distort(quant: str) -> None:
+    tame = np.random.default_rng(3).standard_normal((64, 128)).astype(np.float32)
+    wild = tame.copy()
+    wild[:, ::32] *= 30  # one weight in each block hides the others
+    small = onnx_weights.prepare(_tensor(tame), quant)
+    assert small.form.startswith("int4")
+    assert small.error(tame) < onnx_weights.MAX_LOSS
+    assert small.why.startswith(f"{quant.upper()} made from F32")
+    large = onnx_weights.prepare(_tensor(wild), quant)
+    assert large.form == "int8"
+    assert large.error(wild) < 0.02
+    expected = f"Q8_0 made from F32; {quant.upper()} would lose more than 10%"
+    assert large.why == expected
+
+
+def test_what_is_rounded_twice_is_said() -> None:
+    assert quantize.made_from("Q4_0", "BF16") == "Q4_0 made from BF16"
+    assert quantize.made_from("F16", "Q4_1") == "F16 made from Q4_1"
+    assert quantize.made_from("Q4_0", "Q4_1") == "Q4_0 made from Q4_1, rounded twice"
