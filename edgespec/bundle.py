@@ -174,6 +174,9 @@ def _cached(
     """The bundle of this identity made by this exporter; others of the stem go away."""
     key = hashlib.sha256(f"{identity}\0{exporter_key()}".encode()).hexdigest()
     directory = home() / "bundles" / f"{stem}-{key[: models.KEY_DIGITS]}"
+    # A bundle appears at once: one that is there needs no lock, nor a writable cache.
+    if (directory / MANIFEST).exists():
+        return open_bundle(directory)
     with locked(directory):
         if not (directory / MANIFEST).exists():
             _require_exporter(model)

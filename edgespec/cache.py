@@ -81,7 +81,7 @@ def sha256_of(path: Path, progress: Progress = silent) -> str:
         while chunk := file.read(CHUNK):
             digest.update(chunk)
             done += len(chunk)
-            progress(f"checksum {path.name}", done, total)
+            progress(f"checksum {path.name.removesuffix('.part')}", done, total)
     return digest.hexdigest()
 
 

@@ -122,6 +122,19 @@ def test_missing_extra_is_found_before_the_download(
     assert not [path for path in server.requests if "safetensors" in str(path)]
 
 
+def test_bundle_in_a_read_only_cache_is_used(
+    tmp_path: Path, edgespec_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gguf_checkpoint(tmp_path / "m.gguf")
+    made = resolve(str(tmp_path / "m.gguf"))
+
+    def refuse(directory: Path) -> None:
+        raise ModelNotFoundError(f"{directory}: read-only")
+
+    monkeypatch.setattr(bundles, "locked", refuse)
+    assert resolve(str(tmp_path / "m.gguf")) == made
+
+
 def test_cache_that_cannot_be_written_says_what_to_set(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
