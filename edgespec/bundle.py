@@ -94,6 +94,8 @@ def resolve(
         return _from_hub(hub.parse_reference(model), offline, report)
     if model in models.cards():
         return _from_card(models.card(model), offline, report)
+    if not model:
+        raise UsageError("MODEL is empty; 'edgespec models list' shows names")
     path = Path(model).expanduser()
     if path.is_dir():
         return open_bundle(path)
@@ -158,9 +160,7 @@ def _from_file(path: Path, progress: Progress) -> Bundle:
     status = path.stat()
     identity = f"{path}\0{status.st_size}\0{status.st_mtime_ns}\0{status.st_ino}"
     checkpoint = Checkpoint(path, path.stem, path.name)
-    # The path's digest: files of one name in two places must not oust each other.
-    place = hashlib.sha256(str(path).encode()).hexdigest()[:8]
-    stem = f"file-{place}"
+    stem = models.file_stem(path)
     return _cached(path.name, stem, identity, lambda: checkpoint, progress)
 
 

@@ -215,6 +215,8 @@ class _RangeError(Exception):
 
 def _open(url: str, headers: Mapping[str, str]) -> http.client.HTTPResponse:
     opener = urllib.request.build_opener(_HttpHandler, _HttpsHandler)
+    if not url.startswith(("http://", "https://")):
+        raise FetchError(f"{url}: expected an address that begins with https://")
     request = urllib.request.Request(
         url, headers={"User-Agent": f"edgespec/{__version__}"}
     )

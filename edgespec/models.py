@@ -11,6 +11,7 @@ template renders it, the reply's first `tokens` and their `text`, from a referen
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 import sys
 from collections.abc import Mapping
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from edgespec import hub
+from edgespec.bundle_files import open_bundle
 from edgespec.cache import home, locked, sha256_of, size_of
 from edgespec.errors import EdgeSpecError, FormatError, ModelNotFoundError, UsageError
 from edgespec.fetch import Expected, FetchError, download
@@ -34,6 +36,7 @@ else:
 
 
 KEY_DIGITS = 12  # of a cached bundle's key
+FILE_STEM = "file-"  # begins the names of bundles made of .gguf files
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +204,7 @@ def fetch_card(
 
 
 def statuses() -> list[Status]:
-    """Known models, then repositories fetched from a hub."""
+    """Known models, repositories fetched from a hub, bundles made of .gguf files."""
     result = []
     for name, known in cards().items():
         is_present = known.path.exists()
@@ -212,15 +215,22 @@ def statuses() -> list[Status]:
         name = "hf:" + directory.name.replace("--", "/", 1)
         size = sum(size_of(path) for path in directories_of(name))
         result.append(Status(name, "fetched from the hub", True, None, size))
+    for directory in bundles_of(f"{FILE_STEM}*"):
+        name = directory.name[: -KEY_DIGITS - 1]
+        result.append(Status(name, _made_of(directory), True, None, size_of(directory)))
     return result
 
 
 def remove(name: str) -> int:
     """Deletes a model's files and the bundles made of it; the bytes freed.
 
+    Of a .gguf file (its path, or the name it has in `models list`) only the bundles.
+
     Raises ModelNotFoundError when nothing of it is there.
     """
-    if not name.startswith("hf:"):
+    if name.endswith(".gguf") and not name.startswith("hf:"):
+        name = file_stem(Path(name))
+    elif not name.startswith(("hf:", FILE_STEM)):
         card(name)
     freed = 0
     for directory in directories_of(name):
@@ -237,12 +247,24 @@ def bundle_stem(name: str) -> str:
     return name.removeprefix("hf:").replace("/", "--").replace(":", "--")
 
 
+def file_stem(path: Path) -> str:
+    """What the cache calls the bundles of a .gguf file, before the "-KEY".
+
+    By the path: files of one name in two places must not oust each other.
+    """
+    place = hashlib.sha256(str(path.expanduser().resolve()).encode()).hexdigest()
+    return f"{FILE_STEM}{place[:8]}"
+
+
 def directories_of(name: str) -> list[Path]:
     """Every directory that holds something of a model."""
     if name.startswith("hf:"):
         reference = hub.parse_reference(name)
         source = reference.directory
         stem = bundle_stem(f"hf:{reference.repo}")
+    elif name.startswith(FILE_STEM):
+        key = name.removeprefix(FILE_STEM)
+        return bundles_of(name) if key.isalnum() else []
     else:
         source, stem = home() / "models" / name, bundle_stem(name)
     found = [source, *bundles_of(stem), *bundles_of(f"{stem}--*")]
@@ -253,6 +275,14 @@ def bundles_of(stem: str) -> list[Path]:
     """Cached bundles called `stem`-KEY; `stem` may hold wildcards."""
     key = "[0-9a-f]" * KEY_DIGITS
     return sorted((home() / "bundles").glob(f"{stem}-{key}"))
+
+
+def _made_of(directory: Path) -> str:
+    try:
+        origin = open_bundle(directory).manifest.weights[0].origin
+    except (EdgeSpecError, OSError, IndexError):
+        return "damaged"
+    return f"exported from {origin}"
 
 
 def _fetch(source: Source, path: Path, expected: Expected, progress: Progress) -> None:

@@ -542,6 +542,15 @@ def test_offline_never_asks(server: Hub) -> None:
     assert server.requests == []
 
 
+def test_endpoint_that_is_no_address_is_named(
+    monkeypatch: pytest.MonkeyPatch, edgespec_home: Path
+) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "my-hub")
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    with pytest.raises(ModelNotFoundError, match="my-hub/api.*begins with https://"):
+        models.get("hf:Org/Toy")
+
+
 def test_damaged_cached_file_is_fetched_anew(server: Hub) -> None:
     card = make_card()
     models.fetch_card(card)

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from edgespec import bundle as bundles
+from edgespec import models
 from edgespec.bundle import resolve
-from edgespec.errors import ModelNotFoundError, UnsupportedError
+from edgespec.errors import ModelNotFoundError, UnsupportedError, UsageError
 from tests.export.checkpoints import gguf_checkpoint, hf_checkpoint
 from tests.hub_server import COMMIT, Hub, serve
 
@@ -55,8 +56,6 @@ def test_hub_checkpoint_is_exported_as_asked(server: Hub) -> None:
 def test_new_commit_is_exported_after_get_and_ousts_the_old(
     server: Hub, edgespec_home: Path
 ) -> None:
-    from edgespec import models
-
     old = resolve("hf:Org/Tiny-GGUF")
     server.commit = COMMIT[::-1]
     assert resolve("hf:Org/Tiny-GGUF") == old
@@ -87,12 +86,39 @@ def test_gguf_file_is_exported_again_when_it_changes(
     first, second = resolve(str(here)), resolve(str(there))
     assert first.directory != second.directory
     assert resolve(str(here)) == first
+    assert [s.description for s in models.statuses() if s.name.startswith("file")] == [
+        "exported from m.gguf"
+    ] * 2
     here.unlink()
     gguf_checkpoint(here)
     again = resolve(str(here))
     assert again.directory != first.directory
     assert not first.directory.exists()
     assert second.directory.exists()
+
+
+def test_bundles_of_gguf_files_can_be_removed(
+    tmp_path: Path, edgespec_home: Path
+) -> None:
+    path = tmp_path / "m.gguf"
+    gguf_checkpoint(path)
+    with pytest.raises(ModelNotFoundError, match="nothing of it"):
+        models.remove(str(path))
+    for called in ("path", "name"):
+        bundle = resolve(str(path))
+        listed = [s.name for s in models.statuses() if s.name.startswith("file-")]
+        (name,) = listed if called == "name" else [str(path)]
+        assert models.remove(name) > 1000
+        assert not bundle.directory.exists()
+    assert path.exists()
+    for name in ("file-*", "file-../x", "file-"):
+        with pytest.raises(ModelNotFoundError, match="nothing of it"):
+            models.remove(name)
+
+
+def test_empty_model_is_not_this_directory() -> None:
+    with pytest.raises(UsageError, match="MODEL is empty"):
+        resolve("")
 
 
 def test_new_exporter_exports_again(

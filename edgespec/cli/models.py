@@ -65,7 +65,10 @@ def build(name: Name, offline: Offline = False) -> None:
 
 @app.command()
 def rm(name: Name) -> None:
-    """Remove a model's files and the bundles made of it."""
+    """Remove a model's files and the bundles made of it.
+
+    For a .gguf file of yours, NAME is its path: its bundle goes, the file stays.
+    """
     from edgespec import models
 
     freed = models.remove(name)
