@@ -19,7 +19,7 @@ from edgespec.errors import (
     UnsupportedError,
     UsageError,
 )
-from edgespec.targets import llamacpp
+from edgespec.targets import llamacpp, llamacpp_library
 from edgespec.targets.llamacpp import LlamaCppTarget
 from edgespec.tree.shape import from_record
 from edgespec.tree.topology import Tree, chain
@@ -344,7 +344,7 @@ def test_files_that_are_not_models(files: dict[str, Path], tmp_path: Path) -> No
 def test_recurrent_models_are_refused(
     files: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    api = llamacpp._library()
+    api = llamacpp_library.library()
     monkeypatch.setattr(api, "llama_model_is_recurrent", lambda model: True)
     with pytest.raises(UnsupportedError, match="attention only"):
         LlamaCppTarget(files["q4_1"], context=8, threads=1)
@@ -353,8 +353,8 @@ def test_recurrent_models_are_refused(
 def test_a_missing_or_old_package_names_the_remedy(
     files: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    api = llamacpp._library()
-    monkeypatch.setattr(llamacpp, "_api", None)
+    api = llamacpp_library.library()
+    monkeypatch.setattr(llamacpp_library, "_api", None)
     with monkeypatch.context() as patch:
         patch.setattr(api, "llama_context_params", object)
         with pytest.raises(BackendError, match="too old"):

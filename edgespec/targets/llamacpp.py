@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +18,13 @@ from edgespec.errors import (
     UsageError,
 )
 from edgespec.targets.base import Capabilities
+from edgespec.targets.llamacpp_library import library, reason
 from edgespec.tree.topology import MAX_ROWS, Tree, chain
 
 BATCH = 256  # rows of one decode call
 PROBE_WIDTHS = (2, 4, 8)
 COMMITTED = 0  # the sequence that holds the committed rows
 _NO_SLOT, _ABORTED = 1, 2  # what llama_decode returns
-_WARN, _ERROR, _CONTINUED = 2, 3, 5  # levels of ggml's log
 
 
 class LlamaCppTarget:
@@ -59,12 +58,12 @@ class LlamaCppTarget:
         self.context = context
         self.threads = threads
         _check_file(self.path)
-        self._api = api = _library()
+        self._api = api = library()
         model = api.llama_model_load_from_file(
             str(self.path).encode(), api.llama_model_default_params()
         )
         if not model:
-            raise BackendError(f"{self.path}: llama.cpp cannot load it{_reason()}")
+            raise BackendError(f"{self.path}: llama.cpp cannot load it{reason()}")
         try:
             self._context = self._new_context(model, flash_attention)
         except BaseException:
@@ -190,7 +189,7 @@ class LlamaCppTarget:
         if not api.llama_memory_seq_rm(memory, COMMITTED, self._length, -1):
             raise BackendError(
                 f"{self.path}: llama.cpp cannot drop rows from {self._length} on"
-                + _reason()
+                + reason()
             )
         self._is_dirty = False
 
@@ -205,13 +204,13 @@ class LlamaCppTarget:
                 f"ones: no free KV cells in a llama.cpp context of {self.context}"
             )
         what = "was aborted" if status == _ABORTED else f"failed ({status})"
-        raise BackendError(f"{self.path}: llama_decode {what}{_reason()}")
+        raise BackendError(f"{self.path}: llama_decode {what}{reason()}")
 
     def _row_logits(self, row: int) -> NDArray[np.float32]:
         pointer = self._api.llama_get_logits_ith(self._context, row)
         if not pointer:
             raise BackendError(
-                f"{self.path}: llama.cpp has no logits of row {row}{_reason()}"
+                f"{self.path}: llama.cpp has no logits of row {row}{reason()}"
             )
         row_logits: NDArray[np.float32] = np.ctypeslib.as_array(pointer, (self.vocab,))
         return row_logits
@@ -258,7 +257,7 @@ class LlamaCppTarget:
         if not context:
             raise BackendError(
                 f"{self.path}: llama.cpp cannot make a context of {self.context} rows"
-                + _reason()
+                + reason()
             )
         return context
 
@@ -357,54 +356,6 @@ def _check_file(path: Path) -> None:
         raise FormatError(
             f"{path}: expected a GGUF file, got one that starts {magic!r}"
         )
-
-
-_log: deque[str] = deque(maxlen=8)  # what llama.cpp last complained about
-_callback: Any = None  # C keeps a pointer to it
-_api: Any = None
-
-
-def _library() -> Any:
-    """llama-cpp-python's C bindings, initialised once, silent."""
-    global _api, _callback
-    if _api is not None:
-        return _api
-    try:
-        from llama_cpp import llama_cpp as api
-    except ImportError as error:
-        raise BackendError(
-            "the llamacpp backend needs llama-cpp-python: pip install 'edgespec[llama]'"
-        ) from error
-    except Exception as error:  # a library built for another machine
-        raise BackendError(f"llama-cpp-python does not load: {error}") from error
-    missing = [
-        name
-        for name in ("kv_unified", "flash_attn_type", "swa_full")
-        if not hasattr(api.llama_context_params, name)
-    ]
-    if missing:
-        raise BackendError(
-            f"llama-cpp-python is too old (no {', '.join(missing)}): "
-            "pip install -U 'edgespec[llama]'"
-        )
-    _callback = api.llama_log_callback(_remember)
-    api.llama_log_set(_callback, ctypes.c_void_p(0))
-    api.llama_backend_init()
-    _api = api
-    return api
-
-
-def _remember(level: int, text: bytes, _data: Any) -> None:
-    line = text.decode(errors="replace").strip()
-    if level in (_WARN, _ERROR) and line:
-        _log.append(line)
-
-
-def _reason() -> str:
-    """The last complaints as the tail of a message; forgets them."""
-    lines = list(dict.fromkeys(_log))
-    _log.clear()
-    return ": " + "; ".join(lines) if lines else ""
 
 
 def _free(api: Any, context: Any, model: Any) -> None:
