@@ -113,7 +113,17 @@ class Conversation:
         return values | {MAX_TOKENS: self.stopping.max_tokens}
 
     def save(self, path: Path) -> None:
-        """Writes the messages as JSON; a file of that name stays if that fails."""
+        """Writes the messages as JSON, over nothing but an earlier save.
+
+        A file of that name stays as it is when this fails.
+        """
+        if path.is_file() and path.stat().st_size:
+            try:
+                read_messages(path)
+            except FormatError:
+                raise UsageError(
+                    f"{path}: exists and is not a saved chat; choose another name"
+                ) from None
         data = {"format": FORMAT, "version": VERSION, "messages": self.messages}
         try:
             write_whole(path, json.dumps(data, indent=1, ensure_ascii=False) + "\n")

@@ -217,6 +217,21 @@ def test_save_and_load(chat, session, tmp_path, capsys) -> None:
     assert prompt_of(session).startswith("user: hi\nassistant: hello")
 
 
+def test_save_overwrites_saved_chats_only(chat, tmp_path, capsys) -> None:
+    chat.take("hi")
+    notes = tmp_path / "notes.txt"
+    notes.write_text("mine")
+    assert chat.take(f"/save {notes}") is False
+    assert "exists and is not a saved chat" in capsys.readouterr().err
+    assert notes.read_text() == "mine"
+    path = tmp_path / "talk.json"
+    path.touch()
+    for turns in (1, 2):
+        assert chat.take(f"/save {path}")
+        assert len(read_messages(path)) == 2 * turns
+        chat.take("bye")
+
+
 def test_failed_save_keeps_the_file_that_was_there(
     chat, tmp_path, monkeypatch, capsys
 ) -> None:
