@@ -180,6 +180,8 @@ def _cached(
     with locked(directory):
         if not (directory / MANIFEST).exists():
             _require_exporter(model)
+            for killed in models.unfinished(directory.name):
+                shutil.rmtree(killed, ignore_errors=True)
             _export(fetch(), directory, progress)
             for other in models.bundles_of(stem):
                 if other != directory:

@@ -36,6 +36,7 @@ else:
 
 
 KEY_DIGITS = 12  # of a cached bundle's key
+_KEY = "[0-9a-f]" * KEY_DIGITS
 FILE_STEM = "file-"  # begins the names of bundles made of .gguf files
 
 
@@ -235,8 +236,9 @@ def remove(name: str) -> int:
     freed = 0
     for directory in directories_of(name):
         with locked(directory):
-            freed += size_of(directory)
-            shutil.rmtree(directory)
+            for path in (directory, *unfinished(directory.name)):
+                freed += size_of(path)
+                shutil.rmtree(path)
     if not freed:
         raise ModelNotFoundError(f"{name}: nothing of it in {home()}")
     return freed
@@ -273,8 +275,15 @@ def directories_of(name: str) -> list[Path]:
 
 def bundles_of(stem: str) -> list[Path]:
     """Cached bundles called `stem`-KEY; `stem` may hold wildcards."""
-    key = "[0-9a-f]" * KEY_DIGITS
-    return sorted((home() / "bundles").glob(f"{stem}-{key}"))
+    return sorted((home() / "bundles").glob(f"{stem}-{_KEY}"))
+
+
+def unfinished(bundle: str) -> list[Path]:
+    """What killed exports of a cached bundle left; `bundle` may hold wildcards.
+
+    Only under the bundle's lock, or another process may still be at work on it.
+    """
+    return sorted((home() / "bundles").glob(f".{bundle}-????????"))
 
 
 def _made_of(directory: Path) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -119,6 +120,22 @@ def test_bundles_of_gguf_files_can_be_removed(
 def test_empty_model_is_not_this_directory() -> None:
     with pytest.raises(UsageError, match="MODEL is empty"):
         resolve("")
+
+
+def test_what_a_killed_export_left_is_removed(
+    tmp_path: Path, edgespec_home: Path
+) -> None:
+    path = str(tmp_path / "m.gguf")
+    gguf_checkpoint(tmp_path / "m.gguf")
+    directory = resolve(path).directory
+    left = directory.with_name(f".{directory.name}-a1_b2c3d")
+    for again in (resolve, models.remove):
+        if again is resolve:
+            shutil.rmtree(directory)
+        left.mkdir()
+        (left / "target.onnx.data").write_bytes(bytes(9999))
+        again(path)
+        assert not left.exists()
 
 
 def test_new_exporter_exports_again(
