@@ -403,12 +403,24 @@ def test_an_input_of_another_type_is_named(graphs, tmp_path: Path) -> None:
         OnnxTarget(path, context=64, threads=1)
 
 
+def test_tokens_outside_the_vocabulary_are_refused(graphs) -> None:
+    """The graph's Gather would take a negative id for one from the end."""
+    model = target(graphs, "F32-explicit-4")
+    model.prefill(tokens(4))
+    for bad in (-1, model.vocab):
+        with pytest.raises(UsageError, match=f"token {bad}: expected 0 to"):
+            model.forward(chain(np.array([3, bad], np.int32)))
+    with pytest.raises(UsageError, match="at least one token"):
+        model.prefill(np.array([], np.int32))
+    assert model.length == 4
+
+
 def test_a_failing_forward_carries_the_message_and_drops_its_rows(graphs) -> None:
     model = target(graphs, "F32-explicit-4")
     model.prefill(tokens(4))
     expected = model.forward(chain(tokens(2))).copy()
     with pytest.raises(BackendError, match="ONNX Runtime") as caught:
-        model.forward(chain(np.array([10**6], np.int32)))
+        model.forward(chain(tokens(2)), np.array([10**6]))
     assert str(model.path) in str(caught.value)
     with pytest.raises(UsageError):
         model.commit(np.zeros(1, np.int32))

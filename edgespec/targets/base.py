@@ -8,6 +8,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from edgespec.errors import UsageError
 from edgespec.tree.topology import Tree
 
 
@@ -20,9 +21,16 @@ class Capabilities:
     window: bool  # sliding-window KV
     snapshot: bool  # saves and restores its KV
     row_invariant: bool  # a row's logits do not depend on the rows beside it, by probe
-    kv_block: int = (
-        0  # 0, or row invariance needs trees inside blocks of this many rows
-    )
+    kv_block: int = 0  # or row invariance needs trees inside blocks of so many KV rows
+
+
+def check_tokens(tokens: NDArray[np.int32], vocab: int) -> None:
+    """UsageError without tokens, or naming the first that no vocabulary row is for."""
+    if len(tokens) == 0:
+        raise UsageError("expected at least one token")
+    outside = (tokens < 0) | (tokens >= vocab)
+    if outside.any():
+        raise UsageError(f"token {int(tokens[outside][0])}: expected 0 to {vocab - 1}")
 
 
 class Target(Protocol):

@@ -17,7 +17,7 @@ from edgespec.errors import (
     UnsupportedError,
     UsageError,
 )
-from edgespec.targets.base import Capabilities
+from edgespec.targets.base import Capabilities, check_tokens
 from edgespec.targets.llamacpp_library import library, reason
 from edgespec.tree.topology import MAX_ROWS, Tree, chain
 
@@ -103,7 +103,7 @@ class LlamaCppTarget:
                 f"logits, got {n} and {len(logit_rows)}"
             )
         self._check_room(n)
-        self._check_tokens(tree.tokens)
+        check_tokens(tree.tokens, self.vocab)
         self._drop()
         paths = _leaf_paths(tree)
         self._is_dirty = True
@@ -122,10 +122,8 @@ class LlamaCppTarget:
     def prefill(self, tokens: NDArray[np.int32]) -> NDArray[np.float32]:
         """Forwards and commits a chain of any size; logits (vocab,) of the last row."""
         n = len(tokens)
-        if n < 1:
-            raise UsageError("prefill: expected at least one token")
+        check_tokens(tokens, self.vocab)
         self._check_room(n)
-        self._check_tokens(tokens)
         self._drop()
         self._is_dirty = True
         for start in range(0, n, BATCH):
@@ -220,13 +218,6 @@ class LlamaCppTarget:
             raise ContextError(
                 f"{rows} rows behind {self._length} committed ones do not fit the "
                 f"context of {self.context}"
-            )
-
-    def _check_tokens(self, tokens: NDArray[np.int32]) -> None:
-        outside = (tokens < 0) | (tokens >= self.vocab)
-        if outside.any():
-            raise UsageError(
-                f"token {int(tokens[outside][0])}: expected 0 to {self.vocab - 1}"
             )
 
     def _new_context(self, model: Any, flash_attention: bool) -> Any:

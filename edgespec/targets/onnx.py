@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from edgespec._native import kv_compact, tree_derive
 from edgespec.errors import BackendError, ContextError, FormatError, UsageError
-from edgespec.targets.base import Capabilities
+from edgespec.targets.base import Capabilities, check_tokens
 from edgespec.tree.topology import MAX_ROWS, Tree, chain
 
 # Inputs besides the KV buffers: element type and rank.
@@ -104,6 +104,7 @@ class OnnxTarget:
     ) -> NDArray[np.float32]:
         """Logits (m, vocab) of the rows asked for; reused by the next forward."""
         n = tree.n
+        check_tokens(tree.tokens, self.vocab)
         if self._length + n > self.context:
             raise ContextError(
                 f"{n} rows behind {self._length} committed ones do not fit the context "
