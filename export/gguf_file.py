@@ -16,13 +16,12 @@ from numpy.typing import NDArray
 from edgespec.errors import UnsupportedError, UsageError
 from edgespec_export import rope, tokenizer_gguf
 from edgespec_export.arch import ARCHITECTURES, slots
-from edgespec_export.quantize import kind_for, quantize
+from edgespec_export.quantize import QUANTS, kind_for, quantize
 from edgespec_export.sources.gguf import ROPE_FREQS, interleaved
 from edgespec_export.sources.gguf_header import Metadata
 from edgespec_export.weights import Tensor, WeightSet
 
 Progress = Callable[[str, int, int], None]  # tensor, bytes done, bytes in all
-QUANTS = ("q4_0", "q4_1", "q8_0", "f16", "f32")
 FORMAT_VERSION = 1
 _FILE_TYPES = {
     "q4_0": LlamaFileType.MOSTLY_Q4_0,

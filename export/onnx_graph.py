@@ -22,7 +22,7 @@ import onnx
 from onnx import TensorProto, helper
 
 from edgespec.errors import UnsupportedError, UsageError
-from edgespec_export import nbits, onnx_weights
+from edgespec_export import onnx_weights
 from edgespec_export.onnx_attention import (
     Attention,
     ExplicitAttention,
@@ -63,7 +63,6 @@ def write(
     attention: str = DEFAULT_ATTENTION,
     taps: Iterable[int] = (),
     accuracy_level: int = 4,
-    block: int = nbits.BLOCK,
     progress: Callable[[int, int], None] | None = None,
 ) -> GraphReport:
     """Writes `path` and, above 1 MB, `path`.data; nothing stays after an error.
@@ -88,7 +87,6 @@ def write(
                 f"tap {tap}: expected distinct indices from 0 (embedding) to "
                 f"{weights.config.n_layers} (final norm)"
             )
-    nbits.check_block(block, block, "model")
     if weights.config.rope.dim != weights.config.head_dim:
         raise UnsupportedError(
             f"rotary dimension {weights.config.rope.dim} of heads of "
@@ -108,7 +106,7 @@ def write(
         )
     store = Store(path.with_name(path.name + ".data"))
     try:
-        graph = _Graph(weights, store, quant, attention, taps, accuracy_level, block)
+        graph = _Graph(weights, store, quant, attention, taps, accuracy_level)
         model = graph.build(progress)
         store.close()
         model.graph.initializer.extend(store.initializers)
@@ -133,13 +131,11 @@ class _Graph:
         attention: str,
         taps: tuple[int, ...],
         accuracy_level: int,
-        block: int,
     ) -> None:
         self.weights = weights
         self.config = weights.config
         self.quant = quant
         self.taps = taps
-        self.block = block
         self.ops = Ops(store, accuracy_level)
         self.attention_name = attention
         self.counts: Counter[str] = Counter()
@@ -222,7 +218,7 @@ class _Graph:
 
     def _matrix(self, name: str) -> Matrix:
         tensor = self.weights.tensors[name]
-        matrix = onnx_weights.prepare(tensor, self.quant, block=self.block)
+        matrix = onnx_weights.prepare(tensor, self.quant)
         if not matrix.is_exact:
             self.errors[name] = matrix.error(tensor.load_f32())
         self.counts[matrix.form] += 1

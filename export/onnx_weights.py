@@ -47,7 +47,7 @@ class Matrix:
         return self.values.astype(np.float32)
 
 
-def prepare(tensor: Tensor, quant: str | None, *, block: int = nbits.BLOCK) -> Matrix:
+def prepare(tensor: Tensor, quant: str | None) -> Matrix:
     """The form of one matrix under `--quant` (None = what the source deserves).
 
     Source blocks that MatMulNBits can hold are kept exactly; other quantised types
@@ -59,9 +59,9 @@ def prepare(tensor: Tensor, quant: str | None, *, block: int = nbits.BLOCK) -> M
     kind = quantize.kind_for(tensor.name, tensor.shape, quant, tensor.kind)
     if kind in quantize.FLOATS:
         return _floats(tensor, kind)
-    nbits.check_block(block, tensor.shape[1], tensor.name)
-    if kind not in ("Q4_0", "Q4_1", "Q8_0") or block != nbits.BLOCK:
-        coded = nbits.quantize8(tensor.load_f32(), block)
+    nbits.check_block(nbits.BLOCK, tensor.shape[1], tensor.name)
+    if kind not in ("Q4_0", "Q4_1", "Q8_0"):
+        coded = nbits.quantize8(tensor.load_f32())
         why = f"{kind} has no exact form; 8 bits keep it"
         return Matrix(coded, None, "int8", why, False)
     if kind == tensor.kind:

@@ -28,11 +28,10 @@ from edgespec.manifest import CHAT_TEMPLATE, MANIFEST, TARGETS, TOKENIZER
 from edgespec.progress import Progress, silent
 from edgespec_export import check as checks
 from edgespec_export import gguf_file, onnx_graph, reference, sources
-from edgespec_export.quantize import made_from
+from edgespec_export.quantize import QUANTS, made_from
 from edgespec_export.weights import Origin, WeightSet
 
 FORMATS = tuple(TARGETS)
-QUANTS = tuple(quant for quant in checks.MAX_KL if quant is not None)
 
 
 def _quiet(line: str) -> None:

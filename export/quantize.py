@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from edgespec.errors import FormatError, UnsupportedError
 
 BLOCK = 32
+QUANTS = ("q4_0", "q4_1", "q8_0", "f16", "f32")  # what --quant takes
 FLOATS = ("F32", "F16", "BF16")
 KINDS = ("Q4_0", "Q4_1", "Q8_0", "F16", "F32")
 _ROW_BYTES = {"Q4_0": 18, "Q4_1": 20, "Q8_0": 34}

@@ -250,7 +250,6 @@ def test_refused_arguments_leave_nothing(tmp_path: Path, weights: WeightSet) -> 
         (weights, {"attention": "flash"}, UsageError, "expected gqa or explicit"),
         (weights, {"taps": (3,)}, UsageError, "tap 3: expected distinct indices"),
         (weights, {"taps": (1, 1)}, UsageError, "tap 1: expected distinct"),
-        (weights, {"block": 512}, UnsupportedError, "block size 512"),
         (partial, {}, UnsupportedError, "rotary dimension 8 of heads of 16"),
         (ragged, {"quant": "q4_0"}, UnsupportedError, "ffn_down: rows of 80"),
     ]
