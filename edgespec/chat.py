@@ -65,6 +65,8 @@ class ChatTemplate:
             raise FormatError(
                 f"chat template, line {error.lineno}: {error.message}"
             ) from error
+        except RecursionError as error:
+            raise FormatError(f"chat template: nested too deeply: {error}") from error
         controls = tokenizer.control_strings(template)
         self._everywhere = _Marker(controls)
         self._in_replies = _Marker(

@@ -18,6 +18,16 @@ THINK_CLOSE = "</think>"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
+def load_library(tokenizer_json: str) -> tokenizers.Tokenizer:
+    """The library's own tokenizer; FormatError for what it does not take."""
+    try:
+        return tokenizers.Tokenizer.from_str(tokenizer_json)
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # bare Exception, and panics that are not even that
+        raise FormatError(f"tokenizer.json: cannot be read: {error}") from error
+
+
 class Tokenizer:
     """One vocabulary, byte-level BPE or SentencePiece with byte fallback.
 
@@ -41,10 +51,7 @@ class Tokenizer:
         eos_ids: Iterable[int] = (),
         add_bos: bool = False,
     ) -> None:
-        try:
-            self._library = tokenizers.Tokenizer.from_str(tokenizer_json)
-        except Exception as error:  # the library raises bare Exception
-            raise FormatError(f"tokenizer.json cannot be read: {error}") from error
+        self._library = load_library(tokenizer_json)
         # A file saved by a training script may cut or pad every text.
         self._library.no_truncation()
         self._library.no_padding()

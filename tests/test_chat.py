@@ -243,6 +243,8 @@ def test_a_template_cannot_leave_its_sandbox() -> None:
 
 def test_broken_and_missing_templates_are_named_errors() -> None:
     tokenizer = Tokenizer(BYTE_LEVEL, 1, (2,))
+    with pytest.raises(FormatError, match="nested too deeply"):
+        ChatTemplate("{{" + "(" * 5000 + "1" + ")" * 5000 + "}}", tokenizer)
     with pytest.raises(FormatError, match="chat template, line 2"):
         ChatTemplate("a\n{% if %}", tokenizer)
     absent = ChatTemplate(None, tokenizer)

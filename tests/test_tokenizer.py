@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import tokenizers
 from hypothesis import given, settings
@@ -148,8 +150,12 @@ def test_marked_text_keeps_the_spaces_a_special_token_swallows() -> None:
 
 
 def test_errors_name_what_is_wrong() -> None:
-    with pytest.raises(FormatError, match=r"tokenizer\.json cannot be read"):
+    with pytest.raises(FormatError, match=r"tokenizer\.json: cannot be read"):
         Tokenizer("{}")
+    panics = json.loads(vocabularies.byte_level())
+    panics["model"]["continuing_subword_prefix"] = "##"
+    with pytest.raises(FormatError, match=r"tokenizer\.json: cannot be read"):
+        Tokenizer(json.dumps(panics))
     with pytest.raises(FormatError, match="id 999"):
         Tokenizer(vocabularies.byte_level(), bos_id=999)
     with pytest.raises(UsageError, match="surrogate at character 1"):

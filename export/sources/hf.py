@@ -14,6 +14,7 @@ import tokenizers
 from numpy.typing import NDArray
 
 from edgespec.errors import FormatError, ModelNotFoundError
+from edgespec.tokenizer import load_library
 from edgespec.tokenizer_gguf import ends_of_turn
 from edgespec_export import rope
 from edgespec_export.arch import (
@@ -200,11 +201,9 @@ def _tokenizer(directory: Path) -> tuple[str, tokenizers.Tokenizer]:
         )
     text = _text(path)
     try:
-        return text, tokenizers.Tokenizer.from_str(text)
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:  # bare Exception, and panics that are not even that
-        raise FormatError(f"{path}: cannot be read: {error}") from error
+        return text, load_library(text)
+    except FormatError as error:
+        raise FormatError(f"{directory}: {error}") from error
 
 
 def _text(path: Path) -> str:
