@@ -23,11 +23,6 @@ void *es_calloc(size_t count, size_t size)
     return fails_now() ? NULL : calloc(count, size);
 }
 
-void *es_realloc(void *old, size_t size)
-{
-    return fails_now() ? NULL : realloc(old, size);
-}
-
 #else
 
 typedef int es_alloc_is_plain; /* ISO C wants something in every file */

@@ -9,11 +9,9 @@
 extern long es_test_alloc_left;
 void *es_malloc(size_t size);
 void *es_calloc(size_t count, size_t size);
-void *es_realloc(void *old, size_t size);
 #else
 #define es_malloc malloc
 #define es_calloc calloc
-#define es_realloc realloc
 #endif
 #define es_free free
 
