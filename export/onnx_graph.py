@@ -79,31 +79,7 @@ def write(
     shapes and types the graph cannot hold.
     """
     taps = tuple(taps)
-    if attention not in ATTENTIONS:
-        raise UsageError(f"--attention {attention}: expected {' or '.join(ATTENTIONS)}")
-    for tap in taps:
-        if not 0 <= tap <= weights.config.n_layers or taps.count(tap) > 1:
-            raise UsageError(
-                f"tap {tap}: expected distinct indices from 0 (embedding) to "
-                f"{weights.config.n_layers} (final norm)"
-            )
-    if weights.config.rope.dim != weights.config.head_dim:
-        raise UnsupportedError(
-            f"rotary dimension {weights.config.rope.dim} of heads of "
-            f"{weights.config.head_dim}: only whole heads are rotated"
-        )
-    if attention == "gqa" and weights.config.head_dim % _GQA_HEAD_DIM:
-        raise UnsupportedError(
-            f"--attention gqa: heads of {weights.config.head_dim} are no multiple of "
-            f"{_GQA_HEAD_DIM}; use explicit"
-        )
-    size = 4 * weights.config.max_position * weights.config.rope.dim
-    if size > _MAX_ROPE_TABLE:
-        raise UnsupportedError(
-            f"a context of {weights.config.max_position} needs rotary tables of {size} "
-            f"bytes in the graph, at most {_MAX_ROPE_TABLE} are supported; use "
-            "--format gguf, or lower the source's context length"
-        )
+    _check(weights, attention, taps)
     store = Store(path.with_name(path.name + ".data"))
     try:
         graph = _Graph(weights, store, quant, attention, taps, accuracy_level)
@@ -120,6 +96,36 @@ def write(
         size += store.path.stat().st_size
     notes = tuple(f"{why}: {count}" for why, count in sorted(graph.notes.items()))
     return GraphReport(dict(sorted(graph.counts.items())), notes, size, graph.errors)
+
+
+def _check(weights: WeightSet, attention: str, taps: tuple[int, ...]) -> None:
+    """Refuses what the graph cannot hold or ONNX Runtime cannot run."""
+    config = weights.config
+    if attention not in ATTENTIONS:
+        raise UsageError(f"--attention {attention}: expected {' or '.join(ATTENTIONS)}")
+    for tap in taps:
+        if not 0 <= tap <= config.n_layers or taps.count(tap) > 1:
+            raise UsageError(
+                f"tap {tap}: expected distinct indices from 0 (embedding) to "
+                f"{config.n_layers} (final norm)"
+            )
+    if config.rope.dim != config.head_dim:
+        raise UnsupportedError(
+            f"rotary dimension {config.rope.dim} of heads of "
+            f"{config.head_dim}: only whole heads are rotated"
+        )
+    if attention == "gqa" and config.head_dim % _GQA_HEAD_DIM:
+        raise UnsupportedError(
+            f"--attention gqa: heads of {config.head_dim} are no multiple of "
+            f"{_GQA_HEAD_DIM}; use explicit"
+        )
+    size = 4 * config.max_position * config.rope.dim
+    if size > _MAX_ROPE_TABLE:
+        raise UnsupportedError(
+            f"a context of {config.max_position} needs rotary tables of {size} "
+            f"bytes in the graph, at most {_MAX_ROPE_TABLE} are supported; use "
+            "--format gguf, or lower the source's context length"
+        )
 
 
 class _Graph:

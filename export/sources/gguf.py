@@ -107,39 +107,22 @@ def read(path: Path) -> WeightSet:
             "rows"
         )
 
-    def optional(key: str) -> str | None:
-        value = metadata.get(key)
-        if value is not None and not isinstance(value, str):
-            raise FormatError(f"{where}: {key}: expected text, got {value!r}")
-        return value
-
-    def number(key: str, least: float, most: float) -> float | None:
-        value = metadata.get(key)
-        if value is not None and not (
-            isinstance(value, float) and least <= value <= most
-        ):
-            raise FormatError(
-                f"{where}: {key}: expected a number from {least:g} to {most:g}, got "
-                f"{value!r}"
-            )
-        return value
-
     return WeightSet(
         config=config,
         tensors=tensors,
         tokenizer_json=words,
-        chat_template=optional("tokenizer.chat_template"),
+        chat_template=_text(metadata, "tokenizer.chat_template", where),
         bos_id=bos_id,
         eos_ids=eos_ids,
         add_bos=tokenizer_gguf.add_bos(metadata),
-        temperature=number("general.sampling.temp", 0, 1e9),
-        top_p=number("general.sampling.top_p", 1e-9, 1),
-        name=optional("general.name"),
+        temperature=_number(metadata, "general.sampling.temp", 0, 1e9, where),
+        top_p=_number(metadata, "general.sampling.top_p", 1e-9, 1, where),
+        name=_text(metadata, "general.name", where),
         origin=Origin(
             source=path.name,
             format="gguf",
             sha256=sha256(paths),
-            licence=optional("general.license"),
+            licence=_text(metadata, "general.license", where),
         ),
         gguf_metadata=metadata,
     )
@@ -217,6 +200,25 @@ def interleaved(raw: NDArray[Any], n_heads: int) -> NDArray[Any]:
     """The inverse of `half_split`."""
     rows = raw.reshape(n_heads, 2, -1, *raw.shape[1:])
     return np.ascontiguousarray(rows.swapaxes(1, 2)).reshape(raw.shape)
+
+
+def _text(metadata: Metadata, key: str, where: str) -> str | None:
+    value = metadata.get(key)
+    if value is not None and not isinstance(value, str):
+        raise FormatError(f"{where}: {key}: expected text, got {value!r:.80}")
+    return value
+
+
+def _number(
+    metadata: Metadata, key: str, least: float, most: float, where: str
+) -> float | None:
+    value = metadata.get(key)
+    if value is None or (isinstance(value, float) and least <= value <= most):
+        return value
+    raise FormatError(
+        f"{where}: {key}: expected a number from {least:g} to {most:g}, got "
+        f"{value!r:.80}"
+    )
 
 
 def _freq_factors(
