@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -91,7 +92,12 @@ def export(
     weights = sources.read(source)
     if origin_override is not None:
         weights = replace(weights, origin=origin_override)
-    work = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=_parent(out)))
+    try:
+        work = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=_parent(out)))
+    except OSError as error:
+        raise EdgeSpecError(
+            f"{out}: cannot write the bundle: {out.absolute().parent}: {error.strerror}"
+        ) from error
     try:
         writer = _Writer(weights, work, quant, progress or silent, log)
         for form in wanted:
@@ -108,7 +114,10 @@ def export(
     except BaseException as error:
         shutil.rmtree(work, ignore_errors=True)
         if isinstance(error, OSError) and not isinstance(error, EdgeSpecError):
-            raise EdgeSpecError(f"{out}: cannot write the bundle: {error}") from error
+            # numpy reports a short write as an OSError without a number
+            is_full = error.errno in (None, errno.ENOSPC, errno.EDQUOT)
+            why = "no space left on the device" if is_full else str(error)
+            raise EdgeSpecError(f"{out}: cannot write the bundle: {why}") from error
         raise
     return bundles.open_bundle(out)
 
