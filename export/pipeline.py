@@ -24,9 +24,11 @@ from edgespec.bundle import (
     TokenizerEntry,
     WeightsEntry,
 )
+from edgespec.chat import ChatTemplate
 from edgespec.errors import EdgeSpecError, UsageError
 from edgespec.manifest import CHAT_TEMPLATE, MANIFEST, TARGETS, TOKENIZER
 from edgespec.progress import Progress, silent
+from edgespec.tokenizer import Tokenizer
 from edgespec_export import check as checks
 from edgespec_export import gguf_file, onnx_graph, reference, sources
 from edgespec_export.quantize import QUANTS, made_from
@@ -92,6 +94,7 @@ def export(
     weights = sources.read(source)
     if origin_override is not None:
         weights = replace(weights, origin=origin_override)
+    _check_text(weights)
     try:
         work = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=_parent(out)))
     except OSError as error:
@@ -120,6 +123,14 @@ def export(
             raise EdgeSpecError(f"{out}: cannot write the bundle: {why}") from error
         raise
     return bundles.open_bundle(out)
+
+
+def _check_text(weights: WeightSet) -> None:
+    """Opens tokenizer and template as a session will: better refused now than then."""
+    tokenizer = Tokenizer(
+        weights.tokenizer_json, weights.bos_id, weights.eos_ids, weights.add_bos
+    )
+    ChatTemplate(weights.chat_template, tokenizer)
 
 
 class _Writer:

@@ -186,6 +186,17 @@ def test_a_missing_source(tmp_path: Path) -> None:
     assert names(tmp_path) == []
 
 
+def test_a_template_that_is_no_jinja_is_refused(tmp_path: Path, source: Path) -> None:
+    broken = shutil.copytree(source, tmp_path / "hf")
+    path = broken / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    config["chat_template"] = "{% for message in messages %}"
+    path.write_text(json.dumps(config))
+    with pytest.raises(FormatError, match="chat template, line 1"):
+        export(broken, tmp_path / "bundle")
+    assert names(tmp_path) == ["hf"]
+
+
 def fail(error: BaseException) -> Callable[..., Any]:
     def run(*_: Any, **__: Any) -> Any:
         raise error
