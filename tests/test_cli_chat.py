@@ -473,6 +473,8 @@ class Terminal:
     def __init__(self, code: str, environment: dict[str, str]) -> None:
         self.pid, self.fd = pty.fork()
         if self.pid == 0:
+            # A suite started in the background hands down an ignored Ctrl-C.
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
             os.execvpe(sys.executable, python(code), environment)
         self.seen = ""
 
