@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -56,10 +56,12 @@ class Conversation:
         system: str | None = None,
         sampling: Sampling | None = None,
         stopping: Stopping | None = None,
+        template_args: Mapping[str, Any] | None = None,
     ) -> None:
         self.session = session
         self.sampling = sampling or Sampling()
         self.stopping = stopping or Stopping()
+        self.template_args = template_args
         self.messages: list[dict[str, str]] = []
         if system is not None:
             self.messages.append({"role": "system", "content": system})
@@ -148,7 +150,11 @@ class Conversation:
         said: list[str] = []
         pieces: list[Piece] = []
         stream = self.session.chat(
-            messages, sampling=sampling, stopping=self.stopping, memory=self.memory
+            messages,
+            sampling=sampling,
+            stopping=self.stopping,
+            memory=self.memory,
+            template_args=self.template_args,
         )
         is_kept = True
         try:

@@ -36,8 +36,10 @@ class ByteVocabulary:
 class LineTemplate:
     is_present = True
 
-    def render(self, messages: Sequence[Mapping[str, Any]], **_: Any) -> list[int]:
-        lines = [f"{m['role']}: {m['content']}\n" for m in messages]
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], *, opening: Any = "", **_: Any
+    ) -> list[int]:
+        lines = [f"{m['role']}: {opening}{m['content']}\n" for m in messages]
         return list("".join([*lines, OPENING]).encode())
 
     def opens_thinking(self, prompt: Sequence[int]) -> bool:

@@ -202,6 +202,26 @@ def test_options_reach_the_session(loaded, capsys) -> None:
     assert call["speculation"] == Speculation(draft="none", tree="chain:2")
 
 
+def test_template_arguments_reach_the_template(monkeypatch, capsys) -> None:
+    session = scripted_session({"7 hi": "seven", "oh hi": "text"})
+    monkeypatch.setattr(edgespec, "load", lambda *_, **__: session)
+    for opening, said in (('"7 "', "seven"), ("oh ", "text")):
+        flag = f"opening={opening}"
+        assert main(["generate", "m", "-p", "hi", "--template-arg", flag]) == 0
+        assert capsys.readouterr().out == said + "\n"
+        assert main(["chat", "m", "hi", "--template-arg", flag]) == 0
+        assert capsys.readouterr().out == said + "\n"
+
+
+@pytest.mark.parametrize("entry", ["opening", "=1", "two words=1", "messages=[]"])
+def test_template_arguments_that_are_none(loaded, capsys, entry: str) -> None:
+    for command in (["generate", "m", "-p", "hi"], ["chat", "m", "hi"]):
+        assert main([*command, "--template-arg", entry]) == 2
+        assert "--template-arg" in capsys.readouterr().err
+    raw = ["--raw", "--template-arg", "opening=1"]
+    assert main(["generate", "m", "-p", "hi", *raw]) == 2
+
+
 def test_defaults_are_those_of_config(loaded, capsys) -> None:
     assert main(["generate", "m", "-p", "hi"]) == 0
     assert loaded[0]["runtime"] == Runtime()

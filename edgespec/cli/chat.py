@@ -15,7 +15,9 @@ from edgespec.cli.options import (
     UNLIMITED,
     MaxTokens,
     Offline,
+    TemplateArgs,
     check_text,
+    parse_template_args,
     settings,
 )
 from edgespec.cli.render import (
@@ -74,6 +76,7 @@ def command(
         str | None, typer.Option("--system", help="What the model is told first.")
     ] = None,
     max_tokens: MaxTokens = UNLIMITED,
+    template_arg: TemplateArgs = None,
     offline: Offline = False,
 ) -> None:
     """Talk to a model.
@@ -92,6 +95,7 @@ def command(
         )
     check_text("QUESTION", question)
     check_text("--system", system)
+    template_args = parse_template_args(template_arg)
     session = open_session(model, speculation, runtime, offline=offline)
     chat = Chat(
         Conversation(
@@ -99,6 +103,7 @@ def command(
             system=system,
             sampling=sampling,
             stopping=Stopping(max_tokens=max_tokens),
+            template_args=template_args,
         )
     )
     if question is not None:

@@ -15,7 +15,9 @@ from edgespec.cli.options import (
     MaxTokens,
     Model,
     Offline,
+    TemplateArgs,
     check_text,
+    parse_template_args,
     settings,
 )
 from edgespec.cli.render import TextWriter, status_line
@@ -64,6 +66,7 @@ def command(
             help="With --json: log-probabilities of each token and the K best.",
         ),
     ] = 0,
+    template_arg: TemplateArgs = None,
     offline: Offline = False,
 ) -> None:
     """Answer one prompt.
@@ -76,11 +79,19 @@ def command(
     if logprobs and not as_json:
         raise UsageError("--logprobs: only shown in the object of --json; add --json")
     check_text("--stop", *(stop or ()))
+    template_args = parse_template_args(template_arg)
+    if raw and template_args:
+        raise UsageError("--template-arg: --raw uses no template; leave one out")
     text = _read_prompt(source, prompt, file)
     stopping = Stopping(max_tokens=max_tokens, stop=tuple(stop or ()))
     session = open_session(model, speculation, runtime, offline=offline)
     generation = session.generate(
-        text, sampling=sampling, stopping=stopping, logprobs=logprobs, raw=raw
+        text,
+        sampling=sampling,
+        stopping=stopping,
+        logprobs=logprobs,
+        raw=raw,
+        template_args=template_args,
     )
     if as_json:
         for _ in generation:

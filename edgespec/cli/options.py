@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 import math
 import os
 from collections.abc import Callable
@@ -43,8 +44,18 @@ MaxTokens = Annotated[
         help="Most tokens of a reply. Default: until the context is full.",
     ),
 ]
+TemplateArgs = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--template-arg",
+        metavar="NAME=VALUE",
+        help="A name the chat template asks for; VALUE is JSON or plain text, as in "
+        "enable_thinking=false. Repeatable.",
+    ),
+]
 UNLIMITED = Stopping().max_tokens
 DEFAULT_MODEL = "smollm2-135m"
+RESERVED_NAMES = ("messages", "add_generation_prompt")
 
 
 @dataclass(frozen=True)
@@ -86,6 +97,25 @@ def parse_logit_bias(entries: list[str]) -> dict[int, float]:
             ) from None
         bias[int(token)] = number
     return bias
+
+
+def parse_template_args(entries: list[str] | None) -> dict[str, Any]:
+    """Reads NAME=VALUE entries. Raises UsageError naming a bad one."""
+    args: dict[str, Any] = {}
+    for entry in entries or ():
+        check_text("--template-arg", entry)
+        name, separator, value = entry.partition("=")
+        if not separator or not name.isidentifier() or name in RESERVED_NAMES:
+            raise UsageError(
+                "--template-arg: expected NAME=VALUE, a name of the template, not "
+                f"{' or '.join(RESERVED_NAMES)}, such as enable_thinking=false; "
+                f"got {entry!r}"
+            )
+        try:
+            args[name] = json.loads(value)
+        except (ValueError, RecursionError):
+            args[name] = value
+    return args
 
 
 _FLAGS: dict[type, tuple[Flag, ...]] = {
