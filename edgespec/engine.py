@@ -80,7 +80,6 @@ class Engine:
         self.drafter = drafter
         self.is_speculating = True
         self.evaluated = 0  # prompt tokens forwarded by the last begin
-        self.prefill_seconds = 0.0  # of the last begin
         self.eos = tuple(eos)
         self._tree: str | Tree = "auto" if shape is None else shape
         self._rows = speculation.rows
@@ -157,9 +156,7 @@ class Engine:
         self._shift_index(core, evicted)
         core.begin_generation(params, max_new)
         tree = core.begin(PREFILL)
-        started = time.perf_counter()
         logits = self._prefill(prompt).reshape(1, -1)
-        self.prefill_seconds = time.perf_counter() - started
         return self._step(tree, core.finish(logits), logits)
 
     def step(self) -> Step:

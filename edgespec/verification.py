@@ -25,6 +25,7 @@ from edgespec.reply import Reply
 
 if TYPE_CHECKING:
     from edgespec.session import Session
+    from edgespec.targets.base import Target
 
 BUILT_IN = Path(__file__).with_name("prompts.jsonl")
 
@@ -140,9 +141,12 @@ def compare(
     sampling: Sampling,
     stopping: Stopping,
     *,
+    prompt: int,
+    turn: int,
+    subtask: str,
     spec_first: bool = False,
-) -> tuple[Reply, Reply, Divergence | None, tuple[tuple[int, int], ...]]:
-    """A reply without and one with speculation, where they first differ, the rounds.
+) -> Run:
+    """A reply without and one with speculation, and where they first differ.
 
     The session gets an empty cache and a fresh index for each.
     """
@@ -166,32 +170,53 @@ def compare(
                 messages, sampling=sampling, stopping=stopping
             )
             steps[speculate] = recorder.steps
+        assert arm is not None
+        divergence = _divergence(
+            target, arm, replies[False], replies[True], (steps[False], steps[True])
+        )
     finally:
         session.engine = kept
         kept.reset()
-    plain, spec = replies[False], replies[True]
-    rounds = tuple(
-        (step.tree.n, len(step.rows)) for step in steps[True] if step.rows is not None
+    return Run(
+        prompt=prompt,
+        turn=turn,
+        subtask=subtask,
+        seed=replies[False].seed,
+        plain=replies[False],
+        spec=replies[True],
+        divergence=divergence,
+        rounds=tuple(
+            (step.tree.n, len(step.rows))
+            for step in steps[True]
+            if step.rows is not None
+        ),
     )
+
+
+def _divergence(
+    target: Target,
+    arm: Arm,
+    plain: Reply,
+    spec: Reply,
+    steps: tuple[list[Step], list[Step]],
+) -> Divergence | None:
     index = first_difference(plain.tokens, spec.tokens)
     if index is None:
-        return plain, spec, None, rounds
+        return None
     if index >= min(len(plain.tokens), len(spec.tokens)):
         # One reply just ends earlier: that is our doing, no replay can explain it.
-        return plain, spec, ends_early(plain.tokens, spec.tokens), rounds
-    assert arm is not None
+        return ends_early(plain.tokens, spec.tokens)
     sequence = np.array([*arm.prompt, *plain.tokens[:index]], np.int32)
-    divergence = explain(
+    return explain(
         target,
         sequence,
         len(sequence),
         (plain.tokens[index], spec.tokens[index]),
-        (steps[False], steps[True]),
+        steps,
         arm.params,
         prompt_tokens=len(arm.prompt),
         chunk=Runtime().prefill_chunk,
     )
-    return plain, spec, divergence, rounds
 
 
 def first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:
@@ -229,25 +254,17 @@ def verify(
             messages: list[dict[str, str]] = []
             for turn, text in enumerate(prompt.turns[:turns]):
                 messages.append({"role": "user", "content": text})
-                plain, spec, divergence, rounds = compare(
+                run = compare(
                     session,
                     messages,
                     choice,
                     Stopping(max_tokens=max_tokens),
+                    prompt=number,
+                    turn=turn,
+                    subtask=prompt.subtask,
                     spec_first=len(runs) % 2 == 1,
                 )
-                runs.append(
-                    Run(
-                        prompt=number,
-                        turn=turn,
-                        subtask=prompt.subtask,
-                        seed=plain.seed,
-                        plain=plain,
-                        spec=spec,
-                        divergence=divergence,
-                        rounds=rounds,
-                    )
-                )
-                messages.append({"role": "assistant", "content": plain.text})
+                runs.append(run)
+                messages.append({"role": "assistant", "content": run.plain.text})
                 progress("verify", len(runs), total)
     return runs

@@ -6,12 +6,15 @@ from functools import cache
 from typing import Any
 
 import pytest
+import tokenizers
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgespec.chat import ChatTemplate, ThinkSplitter
 from edgespec.errors import FormatError, UsageError
 from edgespec.tokenizer import Tokenizer
+from edgespec_export.sources import gguf
 from tests import vocabularies
 
 BYTE_LEVEL = vocabularies.byte_level(added=vocabularies.PLAIN_ADDED)
@@ -76,8 +79,6 @@ def template(name: str) -> ChatTemplate:
 
 @cache
 def reference(name: str) -> Any:
-    transformers = pytest.importorskip("transformers")
-    tokenizers = pytest.importorskip("tokenizers")
     json, source, bos, eos = SETUPS[name]
     library = tokenizers.Tokenizer.from_str(json)
     library.no_truncation()
@@ -291,7 +292,6 @@ def test_think_splitter_holds_back_no_more_than_a_tag() -> None:
 
 
 def test_c24_c25_smollm2(smollm2_gguf: Any) -> None:
-    gguf = pytest.importorskip("edgespec_export.sources.gguf")
     weights = gguf.read(smollm2_gguf)
     tokenizer = Tokenizer(
         weights.tokenizer_json, weights.bos_id, weights.eos_ids, weights.add_bos

@@ -23,6 +23,7 @@ from edgespec.targets import llamacpp, llamacpp_library
 from edgespec.targets.llamacpp import LlamaCppTarget
 from edgespec.tree.shape import from_record
 from edgespec.tree.topology import Tree, chain
+from edgespec_export import pipeline
 from tests.export import checkpoints
 
 CONTEXT = 256
@@ -38,7 +39,6 @@ PATHS = ([0], [0, 1, 4, 9, 14], [0, 2, 6], [0, 2, 7, 12], [0, 3, 8, 13])
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The same weights, exported in full precision and in blocks."""
-    pipeline = pytest.importorskip("edgespec_export.pipeline")
     directory = tmp_path_factory.mktemp("llamacpp")
     source = checkpoints.hf_checkpoint(directory / "hf")
     made = {}

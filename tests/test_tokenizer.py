@@ -12,6 +12,7 @@ from tokenizers import models
 
 from edgespec.errors import FormatError, UnsupportedError, UsageError
 from edgespec.tokenizer import Tokenizer
+from edgespec_export.sources import gguf
 from tests import vocabularies
 
 BYTE_LEVEL = Tokenizer(
@@ -168,7 +169,6 @@ def test_errors_name_what_is_wrong() -> None:
 
 @pytest.fixture(scope="module")
 def smollm2(smollm2_gguf) -> Tokenizer:
-    gguf = pytest.importorskip("edgespec_export.sources.gguf")
     weights = gguf.read(smollm2_gguf)
     return Tokenizer(
         weights.tokenizer_json, weights.bos_id, weights.eos_ids, weights.add_bos
