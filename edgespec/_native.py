@@ -26,7 +26,7 @@ from edgespec.errors import (
 )
 from edgespec.tree.topology import MAX_ROWS, Tree
 
-ABI = 1
+ABI = 2
 ALL_TOKENS = -1  # penalty_window: the whole sequence
 
 

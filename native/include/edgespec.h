@@ -43,7 +43,7 @@ extern "C" {
 #endif
 
 #define ES_VERSION "0.1.0"
-#define ES_ABI 1          /* raised whenever a struct or a signature below changes */
+#define ES_ABI 2          /* raised whenever a struct or a signature below changes */
 #define ES_MAX_ROWS 64    /* rows of one tree, root included: ancestors fit one uint64_t */
 
 /* ---- status and errors ------------------------------------------------------------------- */
@@ -55,7 +55,9 @@ typedef enum es_status {
     ES_ERR_STATE = 3,       /* a call out of order */
     ES_ERR_CONTEXT = 4,     /* no room left in the context */
     ES_ERR_NUMERIC = 5,     /* a NaN among the logits, or no token left to choose from */
-    ES_ERR_UNSUPPORTED = 6  /* a combination this build or method does not do */
+    ES_ERR_UNSUPPORTED = 6, /* a combination this build or method does not do */
+    ES_ERR_FORMAT = 7,      /* a file that is damaged, hostile or of another kind */
+    ES_ERR_IO = 8           /* a file that cannot be opened, read or written */
 } es_status;
 
 ES_API const char *es_version(void);               /* ES_VERSION of the library, not the header */
@@ -285,6 +287,92 @@ ES_API es_status es_session_stats(const es_session *session, es_stats *out);
 
 /* The learned cost: c (ES_MAX_ROWS + 1), seconds of a forward over n rows, 0 where unmeasured. */
 ES_API es_status es_session_cost(const es_session *session, double *c);
+
+/* ---- model ------------------------------------------------------------------------------- */
+
+/* The weights of a target, packed into tiles for small batches. One model may serve several
+   targets; it owns the threads, so calls that compute are serialised inside. */
+typedef struct es_model es_model;
+
+typedef struct es_model_params {
+    int32_t threads;      /* members of the pool, 1..1024 */
+    int32_t use_mmap;     /* 0: read the file into memory instead of mapping it */
+    int32_t lock;         /* 1: lock the weights into memory; refused is ES_ERR_MEMORY */
+    const char *cpu;      /* kernel variant by name; NULL: $EDGESPEC_CPU, else the best there is */
+} es_model_params;
+
+ES_API es_status es_model_params_default(es_model_params *out);
+
+typedef struct es_model_info {
+    char architecture[32];     /* general.architecture */
+    char cpu[32];              /* kernel variant */
+    int32_t vocab, layers, hidden, heads, kv_heads, head_dim, ffn;
+    int32_t max_position;      /* the model's context limit */
+    int32_t window;            /* of its sliding layers; 0: it has none */
+    int32_t windowed_layers;
+    int32_t threads;
+    int32_t is_packed;         /* 1: mapped from a packed file */
+    size_t file_bytes;
+    size_t weight_bytes;       /* packed */
+    size_t token_bytes;        /* weights read for one token: the denominator of GB/s */
+} es_model_info;
+
+/* Names of the kernel variants this processor runs, best first, "generic" last; NULL past the end. */
+ES_API const char *es_cpu_variant(int32_t index);
+
+/* Opens a GGUF file, plain or packed: everything is checked, nothing is packed yet. */
+ES_API es_status es_model_open(const char *path, const es_model_params *params, es_model **out);
+/* Packs for a fraction of a second; call until *done == *total (bytes), which a packed file is at
+   once. Between calls the host may show progress or give up. */
+ES_API es_status es_model_load(es_model *model, size_t *done, size_t *total);
+ES_API es_status es_model_describe(const es_model *model, es_model_info *out);
+/* Writes the loaded model as a packed file (a temporary name beside it, renamed at the end). */
+ES_API es_status es_model_save(es_model *model, const char *path);
+ES_API void es_model_free(es_model *model);              /* NULL is a no-op; after its targets */
+
+/* ---- target ------------------------------------------------------------------------------ */
+
+/* One conversation's KV cache over a model. Rows are forwarded behind the committed ones and stay
+   open until es_target_commit or the next forward, which drops them. */
+typedef struct es_target es_target;
+
+typedef enum es_kv_type { ES_KV_F16 = 0, ES_KV_INT8 = 1 } es_kv_type;
+
+typedef struct es_target_params {
+    int32_t context;      /* positions, 1..max_position */
+    int32_t window;       /* 0: none; else position p sees sinks and (p - window, p] in every layer */
+    int32_t sinks;        /* positions that stay visible beside the window */
+    es_kv_type kv;
+} es_target_params;
+
+ES_API es_status es_target_params_default(es_target_params *out);
+/* Bytes es_target_new would need for KV and scratch. */
+ES_API es_status es_target_memory(const es_model *model, const es_target_params *params,
+                                  size_t *bytes);
+ES_API es_status es_target_new(es_model *model, const es_target_params *params, es_target **out);
+ES_API void es_target_free(es_target *target);           /* NULL is a no-op */
+ES_API int64_t es_target_length(const es_target *target);
+
+/* Forwards a tree. logits (n_rows, vocab) receives the rows named in `rows` (ascending; NULL: all
+   tree->n, n_rows ignored). ES_ERR_CONTEXT when length + n exceeds the context; a windowed target
+   wants the deepest position below max_position instead. */
+ES_API es_status es_target_forward(es_target *target, const es_tree *tree, const int32_t *rows,
+                                   int32_t n_rows, float *logits);
+/* The same for trees of several targets of one model in one pass, at most ES_MAX_ROWS rows in all.
+   logits: all rows of tree[0], then of tree[1], ... */
+ES_API es_status es_target_forward_many(es_target *const *target, const es_tree *const *tree,
+                                        int32_t n_targets, float *logits);
+/* Forwards a chain of any n >= 1 and commits it; logits (vocab) of the last row, or NULL. */
+ES_API es_status es_target_prefill(es_target *target, const int32_t *tokens, size_t n,
+                                   float *logits);
+ES_API es_status es_target_commit(es_target *target, const int32_t *rows, int32_t n_rows);
+ES_API es_status es_target_truncate(es_target *target, int64_t length);
+
+/* A whole round: begin, forward, finish, commit. logits NULL, or (ES_MAX_ROWS, vocab): receives the
+   rows of the tree, whose shape `tree` (may be NULL) receives. The target must hold the session's
+   sequence less its last token. */
+ES_API es_status es_round_run(es_session *session, es_target *target, es_round_kind kind,
+                              es_tree *tree, float *logits, es_round *out);
 
 /* ---- machine ------------------------------------------------------------------------------ */
 

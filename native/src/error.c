@@ -48,6 +48,8 @@ const char *es_status_name(es_status status)
     case ES_ERR_CONTEXT: return "context";
     case ES_ERR_NUMERIC: return "numeric";
     case ES_ERR_UNSUPPORTED: return "unsupported";
+    case ES_ERR_FORMAT: return "format";
+    case ES_ERR_IO: return "io";
     }
     return "unknown";
 }
