@@ -6,6 +6,7 @@ KV cache, any visibility mask. One layer's weights are in memory at a time.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -26,10 +27,10 @@ def hidden_states(
     """Final-norm output (b, n, hidden) of tokens (b, n), and tapped states by index.
 
     Args:
-        positions: (n,) rotary positions; default 0..n-1.
-        visible: (n, n), row = query; default lower triangle.
-        taps: as in transformers' hidden_states: 0 = embedding, n_layers = the final
-            norm's output.
+        positions: (n,) rotary positions, by which windows count; default 0..n-1.
+        visible: (n, n), row = query; default lower triangle. Windows take from it.
+        taps: as in transformers' hidden_states: 0 = embedding, scaled, n_layers = the
+            final norm's output.
         progress: called with (layers done, layers in all).
     """
     config = weights.config
@@ -38,32 +39,55 @@ def hidden_states(
         positions = np.arange(n)
     if visible is None:
         visible = np.tri(n, dtype=bool)
-    bias = np.where(visible, np.float32(0), np.float32(-np.inf))
-    cos, sin = _rotation(config.rope, positions)
+    distance = positions[:, None] - positions[None, :]
     tapped: dict[int, NDArray[np.float32]] = {}
 
     def load(name: str) -> NDArray[np.float32]:
         return weights.tensors[name].load_f32()
 
-    x = load("token_embd")[tokens]  # (b, n, hidden)
+    def norm(x: NDArray[np.float32], name: str) -> NDArray[np.float32]:
+        return _rms_norm(x, load(name), config.rms_eps)
+
+    x = load("token_embd")[tokens] * np.float32(config.embed_scale)  # (b, n, hidden)
     for layer in range(config.n_layers):
         if layer in taps:
             tapped[layer] = x.copy()
         prefix = f"blk.{layer}."
-        h = _rms_norm(x, load(prefix + "attn_norm"), config.rms_eps)
-        q, k, v = (h @ load(prefix + f"attn_{part}").T for part in "qkv")
-        q = _rotate(_heads(q, config.n_heads), cos, sin)
-        k = _rotate(_heads(k, config.n_kv_heads), cos, sin)
-        mixed = _attend(q, k, _heads(v, config.n_kv_heads), bias)
-        x = x + mixed.reshape(batch, n, -1) @ load(prefix + "attn_output").T
-        h = _rms_norm(x, load(prefix + "ffn_norm"), config.rms_eps)
-        gate = h @ load(prefix + "ffn_gate").T
-        gate /= 1 + np.exp(-np.maximum(gate, -80))
+
+        def has(name: str, prefix: str = prefix) -> bool:
+            return prefix + name in weights.tensors
+
+        h = norm(x, prefix + "attn_norm")
+        parts = {}
+        for part, count in zip(
+            "qkv", (config.n_heads, config.n_kv_heads, config.n_kv_heads), strict=True
+        ):
+            rows = h @ load(f"{prefix}attn_{part}").T
+            if has(f"attn_{part}.bias"):
+                rows = rows + load(f"{prefix}attn_{part}.bias")
+            parts[part] = _heads(rows, count)
+            if has(f"attn_{part}_norm"):
+                parts[part] = norm(parts[part], f"{prefix}attn_{part}_norm")
+        cos, sin = _rotation(config.rope_of(layer), positions)
+        q, k = _rotate(parts["q"], cos, sin), _rotate(parts["k"], cos, sin)
+        window = config.window_of(layer)
+        seen = visible if window is None else visible & (distance < window)
+        bias = np.where(seen, np.float32(0), np.float32(-np.inf))
+        mixed = _attend(q, k, parts["v"], bias, config.attention_scale)
+        mixed = mixed.reshape(batch, n, -1) @ load(prefix + "attn_output").T
+        if has("post_attention_norm"):
+            mixed = norm(mixed, prefix + "post_attention_norm")
+        x = x + mixed
+        h = norm(x, prefix + "ffn_norm")
+        gate = _ACTIVATIONS[config.activation](h @ load(prefix + "ffn_gate").T)
         gate *= h @ load(prefix + "ffn_up").T
-        x = x + gate @ load(prefix + "ffn_down").T
+        down = gate @ load(prefix + "ffn_down").T
+        if has("post_ffw_norm"):
+            down = norm(down, prefix + "post_ffw_norm")
+        x = x + down
         if progress is not None:
             progress(layer + 1, config.n_layers)
-    x = _rms_norm(x, load("output_norm"), config.rms_eps)
+    x = norm(x, "output_norm")
     if config.n_layers in taps:
         tapped[config.n_layers] = x
     return x, tapped
@@ -87,6 +111,21 @@ def _rms_norm(
     mean = np.mean(x * x, axis=-1, keepdims=True)
     normed: NDArray[np.float32] = x / np.sqrt(mean + np.float32(eps)) * weight
     return normed
+
+
+def _silu(x: NDArray[np.float32]) -> NDArray[np.float32]:
+    product: NDArray[np.float32] = x / (1 + np.exp(-np.maximum(x, -80)))
+    return product
+
+
+def _gelu(x: NDArray[np.float32]) -> NDArray[np.float32]:
+    """The tanh form."""
+    inner = np.float32(math.sqrt(2 / math.pi)) * (x + np.float32(0.044715) * x * x * x)
+    product: NDArray[np.float32] = np.float32(0.5) * x * (1 + np.tanh(inner))
+    return product
+
+
+_ACTIVATIONS = {"silu": _silu, "gelu": _gelu}
 
 
 def _heads(x: NDArray[np.float32], count: int) -> NDArray[np.float32]:
@@ -124,16 +163,16 @@ def _attend(
     k: NDArray[np.float32],
     v: NDArray[np.float32],
     bias: NDArray[np.float32],
+    scale: float,
 ) -> NDArray[np.float32]:
     """Attention of q (b, heads, n, d) over k, v (b, kv, n, d): (b, n, heads * d)."""
     batch, n_heads, n, width = q.shape
     group = n_heads // k.shape[1]
     mixed = np.empty((batch, n, n_heads, width), np.float32)
-    scale = np.float32(width**-0.5)
     for index in range(batch):
         for head_index in range(n_heads):
             keys, values = k[index, head_index // group], v[index, head_index // group]
-            scores = (q[index, head_index] * scale) @ keys.T + bias
+            scores = (q[index, head_index] * np.float32(scale)) @ keys.T + bias
             scores -= scores.max(axis=-1, keepdims=True)
             np.exp(scores, out=scores)
             scores /= scores.sum(axis=-1, keepdims=True)

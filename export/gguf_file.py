@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,11 +16,11 @@ from numpy.typing import NDArray
 
 from edgespec.errors import UnsupportedError, UsageError
 from edgespec_export import rope, tokenizer_gguf
-from edgespec_export.arch import ARCHITECTURES, slots
+from edgespec_export.arch import ARCHITECTURES, gguf_attention_scale, slots
 from edgespec_export.quantize import QUANTS, kind_for, quantize
 from edgespec_export.sources.gguf import ROPE_FREQS, interleaved
 from edgespec_export.sources.gguf_header import Metadata
-from edgespec_export.weights import Tensor, WeightSet
+from edgespec_export.weights import ModelConfig, Tensor, WeightSet
 
 Progress = Callable[[str, int, int], None]  # tensor, bytes done, bytes in all
 FORMAT_VERSION = 1
@@ -64,6 +65,8 @@ def write(
     """
     if quant is not None and quant not in QUANTS:
         raise UsageError(f"unknown quant {quant!r}; known: {', '.join(QUANTS)}")
+    if weights.gguf_metadata is None:
+        _check(weights.config)
     kinds = {t.name: _kind(weights, t, quant) for t in weights.tensors.values()}
     metadata = _metadata(weights, quant)
     alignment = metadata.get("general.alignment", gguf.GGUF_DEFAULT_ALIGNMENT)
@@ -83,6 +86,45 @@ def write(
         temporary.unlink(missing_ok=True)
         raise
     return WriteReport(n_bytes, kinds)
+
+
+def _check(config: ModelConfig) -> None:
+    """Refuses what a GGUF cannot say, so that llama.cpp would compute another model."""
+    arch = ARCHITECTURES[config.arch]
+
+    def refuse(what: str, got: Any, expected: Any) -> None:
+        raise UnsupportedError(
+            f"{what} {got}: llama.cpp knows only {expected} for {config.arch}; use "
+            "--format onnx"
+        )
+
+    known = ", ".join(sorted(arch.gguf_ropes))
+    if config.rope.kind not in arch.gguf_ropes:
+        refuse("RoPE scaling", repr(config.rope.kind), known)
+    local = config.local_rope
+    if local is not None and local.kind != "default":
+        refuse("RoPE scaling of windowed layers", repr(local.kind), "none")
+    scale = gguf_attention_scale(
+        arch, config.n_layers, config.hidden, config.n_heads, config.head_dim
+    )
+    if not math.isclose(config.attention_scale, scale):
+        refuse(
+            "query_pre_attn_scalar", f"{config.attention_scale**-2:g}", f"{scale**-2:g}"
+        )
+    if config.window is not None:
+        if arch.gguf_window_period is None:
+            refuse("sliding_window", config.window, "whole layers")
+        if _window_period(config) is None:
+            layers = sorted(config.windowed)
+            refuse("windows in layers", layers, "all but every so many-th layer")
+
+
+def _window_period(config: ModelConfig) -> int | None:
+    """The n of which every n-th layer and no other has no window."""
+    for period in range(1, config.n_layers + 2):
+        if config.windowed == {i for i in range(config.n_layers) if (i + 1) % period}:
+            return period
+    return None
 
 
 class _Writer(gguf.GGUFWriter):  # type: ignore[misc]
@@ -130,7 +172,7 @@ def _write_tensors(
         row_bytes = tensor.shape[-1] // block * block_bytes
         sizes[tensor.name] = int(np.prod(tensor.shape[:-1])) * row_bytes
         writer.add_tensor_info(
-            f"{tensor.name}.weight",
+            expected[tensor.name].gguf,
             (*tensor.shape[:-1], row_bytes),
             np.dtype(np.uint8),
             sizes[tensor.name],
@@ -212,6 +254,10 @@ def _new_metadata(weights: WeightSet) -> Metadata:
         "attention.layer_norm_rms_epsilon": config.rms_eps,
         "vocab_size": config.vocab,
     }
+    if config.window is not None and config.local_rope is not None:
+        sizes["attention.sliding_window"] = config.window
+        sizes["attention.sliding_window_pattern"] = _window_period(config)
+        sizes["rope.freq_base_swa"] = config.local_rope.theta
     sizes |= {f"rope.{k}": v for k, v in rope.gguf_scaling(config.rope).items()}
     plain |= {f"{config.arch}.{key}": value for key, value in sizes.items()}
     for key, value in plain.items():

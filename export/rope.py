@@ -100,6 +100,31 @@ def from_hf(config: Mapping[str, Any], head_dim: int, where: str) -> Rope:
     return _build(theta, head_dim, kind, scaling, where)
 
 
+def by_layer_type(
+    config: Mapping[str, Any], where: str
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """config.json as the whole layers and as the windowed ones see it.
+
+    For families whose windowed layers rotate by a base of their own: the 5.x style
+    keys rope_parameters by the layer's type, 4.x has rope_local_base_freq and scales
+    the whole layers only.
+    """
+    given = config.get("rope_parameters") or {}
+    unknown = sorted(set(given) - {"full_attention", "sliding_attention"})
+    if unknown:
+        raise UnsupportedError(
+            f"{where}: rope_parameters: expected full_attention and sliding_attention, "
+            f"got {unknown}"
+        )
+    whole = dict(config) | {"rope_parameters": given.get("full_attention")}
+    windowed = dict(config) | {
+        "rope_parameters": given.get("sliding_attention"),
+        "rope_scaling": None,
+        "rope_theta": config.get("rope_local_base_freq"),
+    }
+    return whole, windowed
+
+
 def _positive(value: Any, what: str) -> float:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not _LEAST < value < _MOST:
@@ -273,6 +298,15 @@ def from_gguf(
         return _build(theta, head_dim, "yarn", scaling, where)
     made = _build(theta, head_dim, "linear", scaling, where)
     return Rope(theta, head_dim, "linear", made.inv_freq, attention, made.config)
+
+
+def local_from_gguf(
+    metadata: Mapping[str, Any], arch: str, head_dim: int, where: str
+) -> Rope:
+    """Rope of windowed layers with a base of their own; llama.cpp never scales it."""
+    key = f"{arch}.rope.freq_base_swa"
+    theta = _positive(metadata.get(key, _DEFAULT_THETA), f"{where}: {key}")
+    return _build(theta, head_dim, "default", {}, where)
 
 
 def gguf_scaling(rope: Rope) -> dict[str, Any]:

@@ -28,7 +28,11 @@ class Rope:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Hyper-parameters of a dense decoder."""
+    """Hyper-parameters of a dense decoder.
+
+    A windowed layer's row at position p sees positions (p - window, p]. Which biases
+    and norms a layer has, its tensors tell.
+    """
 
     arch: str  # GGUF name: "llama"
     n_layers: int
@@ -42,13 +46,29 @@ class ModelConfig:
     rms_eps: float
     rope: Rope
     is_tied: bool  # lm_head is the embedding
+    attention_scale: float  # of the products of queries and keys
+    activation: str = "silu"  # of the gate: "silu" | "gelu" (tanh form)
+    embed_scale: float = 1.0  # embedded rows are multiplied by it
+    window: int | None = None  # of windowed layers, in positions
+    windowed: frozenset[int] = frozenset()  # layers with the window
+    local_rope: Rope | None = None  # of windowed layers, where it is another
+
+    def rope_of(self, layer: int) -> Rope:
+        """Rotary embedding of a layer."""
+        if self.local_rope is not None and layer in self.windowed:
+            return self.local_rope
+        return self.rope
+
+    def window_of(self, layer: int) -> int | None:
+        """Window of a layer, None where it sees everything."""
+        return self.window if layer in self.windowed else None
 
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
     """One weight, loaded when asked for. Rows of q and k are in half-split order."""
 
-    name: str  # as in GGUF without ".weight": "token_embd", "blk.0.attn_q", "output"
+    name: str  # as in GGUF without ".weight": "token_embd", "blk.0.attn_q.bias"
     shape: tuple[int, ...]  # numpy order: (out, in) or (n,)
     kind: str  # ggml type name: "F32", "F16", "BF16", "Q4_1", ...
     load_raw: Callable[[], NDArray[np.uint8]]  # () -> (rows, bytes of a row), as stored

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,8 @@ from edgespec_export.arch import (
     by_gguf_name,
     check_names,
     check_shape,
+    embed_scale,
+    gguf_attention_scale,
     slots,
 )
 from edgespec_export.quantize import dequantize
@@ -44,11 +46,15 @@ _READ = frozenset(
         "attention.value_length",
         "attention.layer_norm_rms_epsilon",
         "attention.sliding_window",
+        "attention.sliding_window_pattern",
+        "attn_logit_softcapping",
+        "final_logit_softcapping",
         "vocab_size",
         "expert_count",
         "expert_used_count",
         "rope.dimension_count",
         "rope.freq_base",
+        "rope.freq_base_swa",
         "rope.scale_linear",
         "rope.scaling.type",
         "rope.scaling.factor",
@@ -89,7 +95,7 @@ def read(path: Path) -> WeightSet:
             stored[info.name] = (file, info)
     where = str(path)
     arch = by_gguf_name(metadata.get("general.architecture"), where)
-    factors = _freq_factors(stored)
+    factors = _freq_factors(stored) if "llama3" in arch.gguf_ropes else None
     config = _config(arch, metadata, stored, factors, where)
     tensors = _tensors(arch, config, stored, where)
     try:
@@ -277,12 +283,16 @@ def _config(
             f"{where}: {n_heads} heads do not divide among {n_kv_heads} KV heads"
         )
     context = whole("context_length")
-    window = metadata.get(prefix + "attention.sliding_window")
-    if window and whole("attention.sliding_window") < context:
-        raise UnsupportedError(
-            f"{where}: sliding window {window} is smaller than the context {context}; "
-            "windows are not supported"
-        )
+    n_layers = whole("block_count")
+    if n_layers > len(stored):
+        raise FormatError(f"{where}: {n_layers} layers in {len(stored)} tensors")
+    window, windowed = _windows(arch, metadata, n_layers, context, whole, where)
+    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if metadata.get(prefix + key):
+            raise UnsupportedError(
+                f"{where}: {prefix}{key} {metadata[prefix + key]!r:.40} is not "
+                "supported"
+            )
     if "token_embd.weight" not in stored:
         raise FormatError(
             f"{where}: tensors do not fit the architecture; missing: token_embd"
@@ -300,7 +310,7 @@ def _config(
         )
     return ModelConfig(
         arch=arch.gguf,
-        n_layers=whole("block_count"),
+        n_layers=n_layers,
         hidden=hidden,
         n_heads=n_heads,
         n_kv_heads=n_kv_heads,
@@ -311,7 +321,40 @@ def _config(
         rms_eps=eps,
         rope=rope.from_gguf(metadata, arch.gguf, head_dim, context, factors, where),
         is_tied="output.weight" not in stored,
+        attention_scale=gguf_attention_scale(arch, n_layers, hidden, n_heads, head_dim),
+        activation=arch.activation,
+        embed_scale=embed_scale(arch, hidden),
+        window=window,
+        windowed=windowed,
+        local_rope=rope.local_from_gguf(metadata, arch.gguf, head_dim, where)
+        if arch.has_local_rope
+        else None,
     )
+
+
+def _windows(
+    arch: Architecture,
+    metadata: Metadata,
+    n_layers: int,
+    context: int,
+    whole: Callable[..., int],
+    where: str,
+) -> tuple[int | None, frozenset[int]]:
+    """Window and windowed layers: all but every so many-th, as llama.cpp has them."""
+    key, pattern = "attention.sliding_window", "attention.sliding_window_pattern"
+    given = metadata.get(f"{arch.gguf}.{key}")
+    if not given:
+        return None, frozenset()
+    window = whole(key)
+    if arch.gguf_window_period is None:
+        if window < context:
+            raise UnsupportedError(
+                f"{where}: sliding window {window} is smaller than the context "
+                f"{context}; {arch.gguf} has no windows in GGUF"
+            )
+        return None, frozenset()
+    period = whole(pattern, arch.gguf_window_period)
+    return window, frozenset(i for i in range(n_layers) if (i + 1) % period)
 
 
 def _tensors(
@@ -320,15 +363,15 @@ def _tensors(
     stored: dict[str, tuple[GGUFFile, TensorInfo]],
     where: str,
 ) -> dict[str, Tensor]:
-    if config.n_layers > len(stored):
-        raise FormatError(f"{where}: {config.n_layers} layers in {len(stored)} tensors")
     expected = slots(arch, config)
-    found = [name for name in stored if name != ROPE_FREQS]
-    check_names((f"{name}.weight" for name in expected), found, where)
+    has_factors = "llama3" in arch.gguf_ropes
+    found = [name for name in stored if not (has_factors and name == ROPE_FREQS)]
+    by_gguf = {slot.gguf: slot for slot in expected.values()}
+    check_names(by_gguf, found, where)
     tensors = {}
     for full in found:
         file, info = stored[full]
-        slot = expected[full.removesuffix(".weight")]
+        slot = by_gguf[full]
         check_shape(slot.name, slot.shape, info.shape, str(file.path))
         if info.kind in _NO_WEIGHTS:
             raise UnsupportedError(

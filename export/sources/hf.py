@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,17 +19,25 @@ from edgespec.tokenizer_gguf import ends_of_turn
 from edgespec_export import rope
 from edgespec_export.arch import (
     Architecture,
+    TextPart,
     by_model_type,
     check_names,
     check_shape,
+    embed_scale,
     slots,
 )
 from edgespec_export.quantize import dequantize
 from edgespec_export.sources.gguf import sha256
-from edgespec_export.sources.hf_settings import check_settings, check_types
+from edgespec_export.sources.hf_settings import (
+    check_settings,
+    check_types,
+    text_settings,
+    windows,
+)
 from edgespec_export.sources.safetensors_file import StoredTensor, read_tensors
 from edgespec_export.weights import ModelConfig, Origin, Tensor, WeightSet
 
+_BUFFERS = ("self_attn.rotary_emb.inv_freq",)  # in old checkpoints, needlessly
 _LICENCE = re.compile(r"^license:\s*(\S+)\s*$", re.MULTILINE)
 
 
@@ -44,13 +52,17 @@ def read(directory: Path) -> WeightSet:
     where = str(directory / "config.json")
     check_types(config_json, where)
     arch = by_model_type(config_json, where)
-    config_json = (
-        dict(arch.hf_defaults.get(config_json["model_type"], {})) | config_json
-    )
+    model_type = config_json["model_type"]
+    text_part = arch.hf_text.get(model_type)
+    if text_part is not None:
+        config_json = text_settings(text_part, config_json, where)
+    config_json = dict(arch.hf_defaults.get(model_type, {})) | config_json
     check_settings(arch, config_json, where)
     stored, paths = read_tensors(directory)
-    stored = {k: v for k, v in stored.items() if not k.endswith(arch.hf_buffers)}
-    config = _config(arch, config_json, where)
+    if text_part is not None:
+        stored = _text_tensors(text_part, stored)
+    stored = {k: v for k, v in stored.items() if not k.endswith(_BUFFERS)}
+    config = _config(arch, config_json, len(stored), where)
     tensors = _tensors(arch, config, stored, str(directory))
     text, words = _tokenizer(directory)
     size = max(words.get_vocab(with_added_tokens=True).values(), default=-1) + 1
@@ -108,7 +120,9 @@ def _json(path: Path, *, is_optional: bool = False) -> dict[str, Any]:
     return value
 
 
-def _config(arch: Architecture, config: Mapping[str, Any], where: str) -> ModelConfig:
+def _config(
+    arch: Architecture, config: Mapping[str, Any], n_tensors: int, where: str
+) -> ModelConfig:
     def whole(key: str, default: int | None = None) -> int:
         value = config.get(key)
         value = default if value is None else value
@@ -127,6 +141,19 @@ def _config(arch: Architecture, config: Mapping[str, Any], where: str) -> ModelC
             f"{where}: {n_heads} heads do not divide among {n_kv_heads} KV heads"
         )
     head_dim = whole("head_dim", hidden // n_heads)
+    n_layers = whole("num_hidden_layers")
+    if n_layers > n_tensors:
+        raise FormatError(f"{where}: {n_layers} layers in {n_tensors} tensors")
+    window, windowed = windows(arch, config, n_layers, where)
+    scale_of = config.get("query_pre_attn_scalar") or head_dim
+    if scale_of < 0:
+        raise FormatError(
+            f"{where}: query_pre_attn_scalar: expected a positive number, got "
+            f"{scale_of}"
+        )
+    settings, local = config, None
+    if arch.has_local_rope:
+        settings, local = rope.by_layer_type(config, where)
     eps = config.get("rms_norm_eps", arch.rms_eps)
     if not isinstance(eps, float) or not 0 < eps < 1:
         raise FormatError(
@@ -134,7 +161,7 @@ def _config(arch: Architecture, config: Mapping[str, Any], where: str) -> ModelC
         )
     return ModelConfig(
         arch=arch.gguf,
-        n_layers=whole("num_hidden_layers"),
+        n_layers=n_layers,
         hidden=hidden,
         n_heads=n_heads,
         n_kv_heads=n_kv_heads,
@@ -143,16 +170,20 @@ def _config(arch: Architecture, config: Mapping[str, Any], where: str) -> ModelC
         vocab=whole("vocab_size"),
         max_position=whole("max_position_embeddings"),
         rms_eps=eps,
-        rope=rope.from_hf(config, head_dim, where),
+        rope=rope.from_hf(settings, head_dim, where),
         is_tied=bool(config.get("tie_word_embeddings", False)),
+        attention_scale=float(scale_of**-0.5),
+        activation=arch.activation,
+        embed_scale=embed_scale(arch, hidden),
+        window=window,
+        windowed=windowed,
+        local_rope=None if local is None else rope.from_hf(local, head_dim, where),
     )
 
 
 def _tensors(
     arch: Architecture, config: ModelConfig, stored: dict[str, StoredTensor], where: str
 ) -> dict[str, Tensor]:
-    if config.n_layers > len(stored):
-        raise FormatError(f"{where}: {config.n_layers} layers in {len(stored)} tensors")
     expected = slots(arch, config)
     by_hf = {slot.hf: slot for slot in expected.values()}
     if config.is_tied and arch.head.hf in stored:
@@ -163,14 +194,32 @@ def _tensors(
     for hf, slot in by_hf.items():
         source = stored[hf]
         check_shape(hf, slot.shape, source.shape, str(source.path))
+        load = partial(_load_f32, source, slot.hf_offset)
+        is_stored = slot.hf_offset == 0
         tensors[slot.name] = Tensor(
             name=slot.name,
             shape=slot.shape,
-            kind=source.kind,
-            load_raw=source.raw,
-            load_f32=partial(_load_f32, source),
+            kind=source.kind if is_stored else "F32",
+            load_raw=source.raw if is_stored else partial(_raw_f32, load),
+            load_f32=load,
         )
     return tensors
+
+
+def _text_tensors(
+    part: TextPart, stored: dict[str, StoredTensor]
+) -> dict[str, StoredTensor]:
+    """Tensors of the language model, under the names they have when alone."""
+    found = {}
+    for name, tensor in stored.items():
+        if name.startswith(part.dropped):
+            continue
+        for prefix, meant in part.renamed.items():
+            if name.startswith(prefix):
+                name = meant + name.removeprefix(prefix)
+                break
+        found[name] = tensor
+    return found
 
 
 def _check_tie(
@@ -188,8 +237,15 @@ def _check_tie(
         )
 
 
-def _load_f32(source: StoredTensor) -> NDArray[np.float32]:
-    return dequantize(source.kind, source.raw(), source.shape[-1]).reshape(source.shape)
+def _load_f32(source: StoredTensor, offset: float) -> NDArray[np.float32]:
+    values = dequantize(source.kind, source.raw(), source.shape[-1])
+    if offset:
+        values = values + np.float32(offset)
+    return values.reshape(source.shape)
+
+
+def _raw_f32(load: Callable[[], NDArray[np.float32]]) -> NDArray[np.uint8]:
+    return np.ascontiguousarray(load()).reshape(1, -1).view(np.uint8)
 
 
 def _tokenizer(directory: Path) -> tuple[str, tokenizers.Tokenizer]:

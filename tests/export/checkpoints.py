@@ -1,4 +1,4 @@
-"""Tiny random llama checkpoints, written without any of the code under test."""
+"""Tiny random checkpoints, written without any of the code under test."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ import numpy as np
 import safetensors.numpy
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from tests.export import ggml
 
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 BOS, EOS, END_OF_TEXT = 1, 2, 0
@@ -46,7 +48,11 @@ _CORPUS = (
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a tiny model; every row length is a multiple of 32."""
+    """Family and sizes of a tiny model; every row length is a multiple of 32.
+
+    A window makes the layers of qwen2 and qwen3 from `first_windowed` on look back
+    that far, and those of gemma3 that are not every `period`-th.
+    """
 
     n_layers: int = 2
     hidden: int = 64
@@ -58,6 +64,38 @@ class Shape:
     rms_eps: float = 1e-5
     theta: float = 10000.0
     is_tied: bool = True
+    family: str = "llama"
+    window: int | None = None
+    first_windowed: int = 1
+    period: int = 2
+    local_theta: float = 10000.0
+    query_scalar: float | None = None  # of gemma3; default head_dim
+
+
+FAMILIES = ("llama", "qwen2", "qwen3", "gemma3")
+CLASSES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gemma3": "Gemma3ForCausalLM",
+}
+
+
+def family_shape(family: str, **changes: Any) -> Shape:
+    """A shape with what the family is known for: wide heads, windows, bases."""
+    own: dict[str, Any] = {
+        "llama": {},
+        "qwen2": {"theta": 1e6},
+        "qwen3": {"head_dim": 32, "theta": 1e6},
+        "gemma3": {
+            "n_layers": 3,
+            "head_dim": 32,
+            "window": 16,
+            "theta": 1e5,
+            "rms_eps": 1e-6,
+        },
+    }[family]
+    return Shape(**(own | {"family": family} | changes))
 
 
 def tokenizer(vocab_size: int = 320, specials: tuple[str, ...] = SPECIALS) -> Tokenizer:
@@ -95,8 +133,11 @@ def weights(
         scale = gain / np.sqrt(n_in)
         return (rng.standard_normal((n_out, n_in)) * scale).astype(np.float32)
 
-    def norm() -> NDArray[np.float32]:
-        return (1 + 0.3 * rng.standard_normal(shape.hidden)).astype(np.float32)
+    is_gemma = shape.family == "gemma3"  # which stores what is added to 1
+
+    def norm(size: int = shape.hidden, gain: float = 1.0) -> NDArray[np.float32]:
+        values = gain * (1 + 0.3 * rng.standard_normal(size)) - is_gemma
+        return values.astype(np.float32)
 
     q_rows = shape.n_heads * shape.head_dim
     kv_rows = shape.n_kv_heads * shape.head_dim
@@ -114,6 +155,20 @@ def weights(
             f"{at}.mlp.up_proj.weight": matrix(shape.ffn, shape.hidden, 1.0),
             f"{at}.mlp.down_proj.weight": matrix(shape.hidden, shape.ffn, 1.0),
         }
+        if shape.family == "qwen2":
+            for part, rows in (("q", q_rows), ("k", kv_rows), ("v", kv_rows)):
+                bias = 0.5 * rng.standard_normal(rows).astype(np.float32)
+                made[f"{at}.self_attn.{part}_proj.bias"] = bias
+        if shape.family in ("qwen3", "gemma3"):
+            for part in "qk":
+                name = f"{at}.self_attn.{part}_norm.weight"
+                made[name] = norm(shape.head_dim, 1.3)
+        if is_gemma:
+            # like the embedding, which is scaled by the root of the width
+            gain = 0.5 * shape.hidden**0.5
+            for part in ("post_attention", "post_feedforward"):
+                made[f"{at}.{part}_layernorm.weight"] = norm(gain=gain)
+            made[f"{at}.pre_feedforward_layernorm.weight"] = norm()
     made["model.norm.weight"] = norm()
     if not shape.is_tied:
         made["lm_head.weight"] = matrix(vocab, shape.hidden, 2.0)
@@ -127,11 +182,13 @@ def hf_config(
     rope: str | Mapping[str, Any] = "default",
     is_old_rope: bool = False,
 ) -> dict[str, Any]:
-    """config.json of a Llama checkpoint, in the old (4.x) or new (5.x) RoPE style."""
+    """config.json of a checkpoint, in the old (4.x) or new (5.x) RoPE style."""
     scaling = dict(ROPES[rope] if isinstance(rope, str) else rope)
+    is_plain = scaling["rope_type"] == "default"
+    family = shape.family
     config: dict[str, Any] = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": [CLASSES[family]],
+        "model_type": "gemma3_text" if family == "gemma3" else family,
         "vocab_size": vocab,
         "hidden_size": shape.hidden,
         "intermediate_size": shape.ffn,
@@ -139,20 +196,39 @@ def hf_config(
         "num_attention_heads": shape.n_heads,
         "num_key_value_heads": shape.n_kv_heads,
         "head_dim": shape.head_dim,
-        "hidden_act": "silu",
         "max_position_embeddings": shape.max_position,
         "rms_norm_eps": shape.rms_eps,
         "tie_word_embeddings": shape.is_tied,
-        "attention_bias": False,
-        "mlp_bias": False,
         "bos_token_id": BOS,
         "eos_token_id": EOS,
         "torch_dtype": "float32",
     }
+    if family == "gemma3":
+        config["hidden_activation"] = "gelu_pytorch_tanh"
+        config["query_pre_attn_scalar"] = shape.query_scalar or shape.head_dim
+        config["sliding_window"] = shape.window
+        config["sliding_window_pattern"] = shape.period
+    else:
+        config["hidden_act"] = "silu"
+    if family != "qwen2":
+        config["attention_bias"] = False
+    if family == "llama":
+        config["mlp_bias"] = False
+    elif family.startswith("qwen"):
+        config["use_sliding_window"] = shape.window is not None
+        config["sliding_window"] = shape.window
+        config["max_window_layers"] = shape.first_windowed
     if is_old_rope:
         config["rope_theta"] = shape.theta
-        is_plain = scaling["rope_type"] == "default"
         config["rope_scaling"] = None if is_plain else scaling
+        if family == "gemma3":
+            config["rope_local_base_freq"] = shape.local_theta
+    elif family == "gemma3":
+        local = {"rope_type": "default", "rope_theta": shape.local_theta}
+        config["rope_parameters"] = {
+            "full_attention": {"rope_theta": shape.theta} | scaling,
+            "sliding_attention": local,
+        }
     else:
         config["rope_parameters"] = {"rope_theta": shape.theta} | scaling
     return config
@@ -243,16 +319,23 @@ _GGUF_NAMES = {
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
     "self_attn.o_proj": "attn_output",
     "post_attention_layernorm": "ffn_norm",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
+_GEMMA3_NAMES = _GGUF_NAMES | {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
 
 
-def gguf_name(hf: str) -> str:
-    """GGUF name of a Hugging Face tensor, with ".weight"."""
+def gguf_name(hf: str, family: str = "llama") -> str:
+    """GGUF name of a Hugging Face tensor, with ".weight" or ".bias"."""
     plain = {
         "model.embed_tokens.weight": "token_embd.weight",
         "model.norm.weight": "output_norm.weight",
@@ -260,8 +343,15 @@ def gguf_name(hf: str) -> str:
     }
     if hf in plain:
         return plain[hf]
-    _, _, layer, rest = hf.removesuffix(".weight").split(".", 3)
-    return f"blk.{layer}.{_GGUF_NAMES[rest]}.weight"
+    _, _, layer, rest = hf.split(".", 3)
+    names = _GEMMA3_NAMES if family == "gemma3" else _GGUF_NAMES
+    part, kind = rest.rsplit(".", 1)
+    return f"blk.{layer}.{names[part]}.{kind}"
+
+
+def neutral_name(hf: str, family: str = "llama") -> str:
+    """Name of a Hugging Face tensor in a weight set."""
+    return gguf_name(hf, family).removesuffix(".weight")
 
 
 def interleave(x: NDArray[Any], n_heads: int) -> NDArray[Any]:
@@ -283,6 +373,7 @@ def gguf_checkpoint(
 ) -> Path:
     """The same weights as `hf_checkpoint` as GGUF, matrices of the given ggml type.
 
+    K-quants need rows of multiples of 256.
     With several shards the files are path's stem plus -00001-of-0000N.gguf, and the
     first of them is returned.
     """
@@ -293,14 +384,17 @@ def gguf_checkpoint(
         f32 = gguf.GGMLQuantizationType.F32
         blocks.append(("rope_freqs.weight", rope_freqs.astype(np.float32), f32))
     for hf, value in tensors.items():
-        if "q_proj" in hf:
+        if shape.family == "llama" and "q_proj" in hf:
             value = interleave(value, shape.n_heads)
-        if "k_proj" in hf:
+        if shape.family == "llama" and "k_proj" in hf:
             value = interleave(value, shape.n_kv_heads)
+        if shape.family == "gemma3" and "norm" in hf:
+            value = value + np.float32(1)
         is_embedding = hf in ("model.embed_tokens.weight", "lm_head.weight")
         wanted = embedding if is_embedding and embedding else kind
         type_ = gguf.GGMLQuantizationType["F32" if value.ndim == 1 else wanted]
-        blocks.append((gguf_name(hf), gguf.quants.quantize(value, type_), type_))
+        raw = ggml.quantize(value, type_)
+        blocks.append((gguf_name(hf, shape.family), raw, type_))
     paths = [path]
     if n_shards > 1:
         stem = path.name.removesuffix(".gguf")
@@ -309,7 +403,7 @@ def gguf_checkpoint(
             for k in range(n_shards)
         ]
     for k, file in enumerate(paths):
-        writer = gguf.GGUFWriter(file, "llama")
+        writer = gguf.GGUFWriter(file, shape.family)
         if n_shards > 1:
             writer.add_uint16("split.no", k)
             writer.add_uint16("split.count", n_shards)
@@ -341,6 +435,10 @@ def _add_metadata(
     writer.add_rope_dimension_count(shape.head_dim)
     writer.add_rope_freq_base(shape.theta)
     writer.add_layer_norm_rms_eps(shape.rms_eps)
+    if shape.family == "gemma3":
+        writer.add_sliding_window(shape.window)
+        writer.add_sliding_window_pattern(shape.period)
+        writer.add_float32("gemma3.rope.freq_base_swa", shape.local_theta)
     writer.add_vocab_size(words.get_vocab_size())
     size = words.get_vocab_size()
     control, normal = gguf.TokenType.CONTROL, gguf.TokenType.NORMAL
