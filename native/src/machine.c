@@ -1,5 +1,5 @@
 /*
- * machine.c - what this processor can do at best: vector features, read bandwidth, int8 rate.
+ * machine.c - what this processor can do at best: read bandwidth, int8 rate.
  *
  * The two rates bound any decoder: weights pass through memory once per forward, and every row
  * costs one multiply-accumulate per weight. Kernels here do nothing useful, only as fast as they
@@ -9,9 +9,9 @@
 
 #include "edgespec.h"
 
-#include <string.h>
 #include <time.h>
 
+#include "cpu.h"
 #include "error.h" /* es_fail */
 
 #if (defined(__x86_64__) || defined(__i386__)) && defined(__GNUC__)
@@ -24,9 +24,6 @@
 #elif defined(__aarch64__) && defined(__GNUC__)
 #define ES_ARM64 1
 #include <arm_neon.h>
-#if defined(__linux__)
-#include <sys/auxv.h>
-#endif
 #endif
 
 static double now_seconds(void)
@@ -34,97 +31,6 @@ static double now_seconds(void)
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
-
-/* ---- features ---------------------------------------------------------------------------- */
-
-typedef struct feature {
-    const char *name; /* as the kernel prints it in /proc/cpuinfo, "_" between the words */
-    int is_present;
-} feature;
-
-#define MAX_FEATURES 16
-
-/* Fills out (MAX_FEATURES) with every feature this library has a use for; returns their number. */
-static size_t list_features(feature *out)
-{
-    size_t n = 0;
-#if defined(ES_X86)
-    __builtin_cpu_init();
-#define ADD(label, builtin) out[n++] = (feature){label, __builtin_cpu_supports(builtin) != 0}
-    ADD("sse4_1", "sse4.1");
-    ADD("avx", "avx");
-    ADD("avx2", "avx2");
-    ADD("fma", "fma");
-#if defined(ES_AVX_VNNI)
-    ADD("avx_vnni", "avxvnni");
-#endif
-    ADD("avx512f", "avx512f");
-    ADD("avx512bw", "avx512bw");
-    ADD("avx512vl", "avx512vl");
-    ADD("avx512_vnni", "avx512vnni");
-    ADD("avx512_vbmi", "avx512vbmi");
-#undef ADD
-#elif defined(ES_ARM64)
-    out[n++] = (feature){"neon", 1};
-#if defined(__linux__)
-    unsigned long caps = getauxval(AT_HWCAP);
-    unsigned long caps2 = getauxval(AT_HWCAP2);
-    out[n++] = (feature){"fp16", (caps >> 10 & 1) != 0};    /* HWCAP_ASIMDHP */
-    out[n++] = (feature){"dotprod", (caps >> 20 & 1) != 0}; /* HWCAP_ASIMDDP */
-    out[n++] = (feature){"sve", (caps >> 22 & 1) != 0};     /* HWCAP_SVE */
-    out[n++] = (feature){"i8mm", (caps2 >> 13 & 1) != 0};   /* HWCAP2_I8MM */
-#elif defined(__ARM_FEATURE_DOTPROD)
-    out[n++] = (feature){"dotprod", 1};
-#endif
-#endif
-    (void)out;
-    return n;
-}
-
-#if defined(ES_X86) || (defined(ES_ARM64) && defined(__ARM_FEATURE_DOTPROD))
-static int has_feature(const char *name)
-{
-    feature features[MAX_FEATURES];
-    size_t n = list_features(features);
-    for (size_t i = 0; i < n; i++) {
-        if (strcmp(features[i].name, name) == 0) {
-            return features[i].is_present;
-        }
-    }
-    return 0;
-}
-#endif
-
-es_status es_cpu_features(char *out, size_t size)
-{
-    if (out == NULL) {
-        return es_fail(ES_ERR_ARGUMENT, "es_cpu_features: out is NULL");
-    }
-    feature features[MAX_FEATURES];
-    size_t n = list_features(features);
-    size_t used = 0;
-    for (size_t i = 0; i < n; i++) {
-        if (!features[i].is_present) {
-            continue;
-        }
-        size_t separator = used > 0;
-        size_t length = strlen(features[i].name);
-        if (used + separator + length >= size) {
-            return es_fail(ES_ERR_ARGUMENT, "es_cpu_features: %zu bytes are too few, give 256",
-                           size);
-        }
-        if (separator) {
-            out[used++] = ' ';
-        }
-        memcpy(out + used, features[i].name, length);
-        used += length;
-    }
-    if (size == 0) {
-        return es_fail(ES_ERR_ARGUMENT, "es_cpu_features: 0 bytes are too few, give 256");
-    }
-    out[used] = '\0';
-    return ES_OK;
 }
 
 /* ---- reading ----------------------------------------------------------------------------- */
@@ -194,10 +100,10 @@ TARGET("avx512f") static uint64_t read_avx512(const uint64_t *words, size_t n_wo
 static read_fn choose_read(void)
 {
 #if defined(ES_X86)
-    if (has_feature("avx512f")) {
+    if (es_cpu_has("avx512f")) {
         return read_avx512;
     }
-    if (has_feature("avx2")) {
+    if (es_cpu_has("avx2")) {
         return read_avx2;
     }
 #endif
@@ -387,19 +293,19 @@ static size_t list_kernels(int8_kernel *out)
 {
     size_t n = 0;
 #if defined(ES_X86)
-    if (has_feature("avx512_vnni") && has_feature("avx512bw")) {
+    if (es_cpu_has("avx512_vnni") && es_cpu_has("avx512bw")) {
         out[n++] = (int8_kernel){"avx512_vnni", int8_avx512_vnni};
     }
 #if defined(ES_AVX_VNNI)
-    if (has_feature("avx_vnni")) {
+    if (es_cpu_has("avx_vnni")) {
         out[n++] = (int8_kernel){"avx_vnni", int8_avx_vnni};
     }
 #endif
-    if (has_feature("avx2")) {
+    if (es_cpu_has("avx2")) {
         out[n++] = (int8_kernel){"avx2", int8_avx2};
     }
 #elif defined(ES_ARM64) && defined(__ARM_FEATURE_DOTPROD)
-    if (has_feature("dotprod")) {
+    if (es_cpu_has("dotprod")) {
         out[n++] = (int8_kernel){"neon_dotprod", int8_neon_dotprod};
     }
 #endif

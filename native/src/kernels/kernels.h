@@ -5,7 +5,8 @@
 
    fma(a, b, c) is one rounding everywhere. "16 lanes" means: partial results l = index % 16, each
    accumulated in ascending index, then reduced lane l += lane l + 8, + 4, + 2, + 1 (a tree).
-   Denormals are kept (default MXCSR / FPCR) on every thread: es_fp_enter / es_fp_leave. */
+   Denormals are kept (default MXCSR / FPCR) on every thread: es_fp_enter / es_fp_leave. A NaN is a
+   NaN: its sign and payload are nobody's business. */
 #ifndef ES_KERNELS_H
 #define ES_KERNELS_H
 
@@ -19,7 +20,8 @@
    ones (k % 32 == 0, G = k / 32). Quantisation of group g of a row:
      a = max |x| over the group as bit patterns, so that NaN and infinity win
      a not finite: scale = NaN, q = 0
-     scale = a / 127;  r = a > 0 ? 127 / a : 0;  q = round to nearest even of x * r, in [-127, 127]
+     scale = a / 127;  r = a > 2^-120 ? 127 / a : 0 (so that r is finite);
+     q = round to nearest even of x * r, in [-127, 127]
      isum[h] = sum of q over inputs 16h .. 16h + 15;  sum[h] = scale * (float)isum[h]
      sum32 = scale * (float)(isum[0] + isum[1]) */
 typedef struct es_rows {
@@ -32,7 +34,7 @@ typedef struct es_rows {
     int32_t *isum;     /* (n, G, 2) */
 } es_rows;
 
-/* How K and V rows are kept: kv.h says where. */
+/* How K and V rows are kept: kvcache.h says where. */
 typedef enum es_kv_format { ES_KV_FORMAT_F16 = 0, ES_KV_FORMAT_INT8 = 1 } es_kv_format;
 
 typedef struct es_kernels {
@@ -77,7 +79,7 @@ typedef struct es_kernels {
     void (*add)(float *y, const float *x, int32_t n);
     void (*scale)(float *y, const float *x, float s, int32_t n);
 
-    /* ---- attention, one KV head of one layer; see kv.h for the memory ---------------------- */
+    /* ---- attention, one KV head of one layer; kvcache.h has the memory --------------------- */
 
     /* Scores of m query vectors against `count` consecutive slots from `slot` on.
        score[j * ld + c] = s with s = 0, then s = fma(q[j][i], key[slot + c][i], s), i ascending;
@@ -88,7 +90,8 @@ typedef struct es_kernels {
 
     /* In place over count scores in logical position order; returns the sum of the weights.
        softcap > 0: s = softcap * es_tanhf(s / softcap) first. m = max(all s, sink where has_sink);
-       s = es_expf(s - m); sum = 16 lanes; with a sink, sum + es_expf(sink - m) last. */
+       s = es_expf(s - m); sum = 16 lanes; with a sink, sum + es_expf(sink - m) last.
+       A NaN among the scores makes the sum NaN; the weights are then anything. */
     float (*attn_softmax)(float *score, int32_t count, float softcap, int32_t has_sink, float sink);
 
     /* out[j][i] = fma(weight[j * ld + c], value[slot + c][i], out[j][i]), c ascending, for m
@@ -98,7 +101,7 @@ typedef struct es_kernels {
                      int32_t m, float *const *out);
 
     /* One row's K or V of one head into its slot, rounded to nearest even (fp16), or
-       int8: scale = max|x| / 127, q as in quantize; scale array entry `slot` is set. */
+       int8: scale and q as in quantize, over the head_dim values; scale array entry `slot` is set. */
     void (*kv_store_key)(es_kv_format format, void *keys, float *key_scale, int32_t head_dim,
                          int32_t slot, const float *x);
     void (*kv_store_value)(es_kv_format format, void *values, float *value_scale,
