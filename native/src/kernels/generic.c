@@ -307,7 +307,8 @@ void es_generic_quantize(const es_rows *rows, int32_t r, int32_t g0, int32_t g1)
         rows->scale[group] = scale;
         rows->sum[2 * group] = scale * (float)isum[0];
         rows->sum[2 * group + 1] = scale * (float)isum[1];
-        rows->sum32[group] = scale * (float)(isum[0] + isum[1]);
+        rows->isum32[group] = isum[0] + isum[1];
+        rows->sum32[group] = scale * (float)rows->isum32[group];
     }
 }
 

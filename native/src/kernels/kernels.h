@@ -23,7 +23,7 @@
      scale = a / 127;  r = a > 2^-120 ? 127 / a : 0 (so that r is finite);
      q = round to nearest even of x * r, in [-127, 127]
      isum[h] = sum of q over inputs 16h .. 16h + 15;  sum[h] = scale * (float)isum[h]
-     sum32 = scale * (float)(isum[0] + isum[1]) */
+     isum32 = isum[0] + isum[1];  sum32 = scale * (float)isum32 */
 typedef struct es_rows {
     int32_t n, k;
     float *x;          /* (n, k) */
@@ -32,6 +32,7 @@ typedef struct es_rows {
     float *sum;        /* (n, G, 2) */
     float *sum32;      /* (n, G) */
     int32_t *isum;     /* (n, G, 2) */
+    int32_t *isum32;   /* (n, G) */
 } es_rows;
 
 /* How K and V rows are kept: kvcache.h says where. */
@@ -57,7 +58,7 @@ typedef struct es_kernels {
     void (*gemm)(const es_tensor *w, int32_t t0, int32_t t1, const es_rows *x, int32_t r0,
                  int32_t n, float *y, size_t ld);
 
-    /* Groups [g0, g1) of row r of rows->x to q, scale, sum, sum32, isum. */
+    /* Groups [g0, g1) of row r of rows->x to q, scale, sum, sum32, isum, isum32. */
     void (*quantize)(const es_rows *rows, int32_t r, int32_t g0, int32_t g1);
 
     /* out[i] = (x[i] * s) * w[i], s = 1 / sqrtf(ss / n + eps), ss = 16 lanes of fma(x, x, lane).
