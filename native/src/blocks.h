@@ -10,7 +10,9 @@
 
 /* Inputs per block and bytes per block; false for a type that holds no weights we read. */
 int es_block_shape(int32_t ggml_type, int32_t *n_values, int32_t *n_bytes);
-const char *es_ggml_type_name(int32_t ggml_type);      /* "Q4_1"; "type 99" is the caller's */
+/* The same for all types ggml defines, integers and weights we do not read included. */
+int es_ggml_type_shape(int32_t ggml_type, int32_t *n_values, int32_t *n_bytes);
+const char *es_ggml_type_name(int32_t ggml_type);      /* "Q4_1"; NULL for a number ggml lacks */
 
 /* n values (a multiple of the block) of one row, exactly as ggml defines them, to f32. */
 void es_block_floats(int32_t ggml_type, const uint8_t *blocks, size_t n, float *out);

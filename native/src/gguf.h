@@ -37,8 +37,9 @@ typedef struct es_gguf_tensor {
     int32_t type;          /* es_ggml_type, or a number this library cannot read */
     int32_t n_dims;        /* 1..4 */
     int64_t dim[4];        /* dim[0] contiguous: a matrix is [cols, rows]; unused ones are 1 */
-    uint64_t offset;       /* from the start of the file; offset + n_bytes lies inside it */
-    size_t n_bytes;
+    uint64_t offset;       /* from the start of its file; offset + n_bytes lies inside it */
+    size_t n_bytes;        /* 0 for a type ggml did not know when this was written */
+    int32_t part;          /* of a split model: the file it lies in, 0 the first */
 } es_gguf_tensor;
 
 /* A string of the file: not NUL-terminated, no NUL guaranteed absent. */
@@ -48,20 +49,23 @@ typedef struct es_gguf_string {
 } es_gguf_string;
 
 /* Maps (use_mmap) or reads the file and checks every count, offset, type and string before use.
-   ES_ERR_FORMAT names the key, the tensor and the offset; ES_ERR_IO the path and the reason. */
+   ES_ERR_FORMAT names the key, the tensor and the offset; ES_ERR_IO the path and the reason.
+   NAME-00001-of-0000N.gguf, the first file of a split model, opens them all as one. Tensors do not
+   overlap, so that their bytes together are never more than the files'. */
 es_status es_gguf_open(const char *path, bool use_mmap, es_gguf **out);
 /* The same over memory the caller keeps alive (fuzzing, tests). name appears in errors. */
 es_status es_gguf_parse(const void *data, size_t n_bytes, const char *name, es_gguf **out);
 void es_gguf_free(es_gguf *gguf);                                    /* NULL is a no-op */
 
 const char *es_gguf_name(const es_gguf *gguf);                       /* path, for messages */
-size_t es_gguf_size(const es_gguf *gguf);                            /* bytes of the file */
+size_t es_gguf_size(const es_gguf *gguf);                            /* bytes of all its files */
 
-/* Tells the system that the pages of this tensor are not needed any more (mapped files only). */
+/* Gives the pages of this tensor back to the system. A mapped file has them again when they are
+   touched; of a file that was read they are gone, and its bytes must not be used any more. */
 void es_gguf_drop(const es_gguf *gguf, const es_gguf_tensor *tensor);
 
 size_t es_gguf_tensor_count(const es_gguf *gguf);
-const es_gguf_tensor *es_gguf_tensor_at(const es_gguf *gguf, size_t index);
+const es_gguf_tensor *es_gguf_tensor_at(const es_gguf *gguf, size_t index);  /* one array */
 const es_gguf_tensor *es_gguf_find(const es_gguf *gguf, const char *name);   /* NULL: none */
 const uint8_t *es_gguf_data(const es_gguf *gguf, const es_gguf_tensor *tensor);
 
@@ -78,5 +82,10 @@ es_status es_gguf_array_i64(const es_gguf *gguf, const char *key, size_t index, 
 es_status es_gguf_array_f32(const es_gguf *gguf, const char *key, size_t index, float *out);
 es_status es_gguf_array_str(const es_gguf *gguf, const char *key, size_t index,
                             es_gguf_string *out);
+
+/* Every key in file order, raw: what a writer copies. bytes is the whole entry: name, type, value. */
+size_t es_gguf_key_count(const es_gguf *gguf);
+void es_gguf_key_at(const es_gguf *gguf, size_t index, es_gguf_string *name,
+                    es_gguf_string *bytes);
 
 #endif
