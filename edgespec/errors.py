@@ -29,5 +29,9 @@ class BackendError(EdgeSpecError, RuntimeError):
     """A backend that is missing or failed."""
 
 
+class OutOfMemoryError(EdgeSpecError, MemoryError):
+    """More memory than there is, found before or while taking it."""
+
+
 class NativeError(EdgeSpecError, RuntimeError):
     """A status from the C core without a closer Python counterpart."""

@@ -9,11 +9,14 @@ import shlex
 import struct
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from edgespec import _native
+from edgespec._native import library as binding
+from edgespec._native.session import CRound
 from edgespec.errors import NativeError
 from edgespec.tree.topology import MAX_ROWS
 
@@ -27,7 +30,7 @@ def declared() -> set[str]:
 
 
 def test_the_binding_covers_the_header_exactly() -> None:
-    assert declared() == set(_native._SIGNATURES)
+    assert declared() == set(binding.FUNCTIONS)
 
 
 def test_constants_equal_the_header() -> None:
@@ -71,33 +74,61 @@ def test_load_segments_fit_pages_of_16_kib() -> None:
     assert min(aligns) >= 0x4000
 
 
+@pytest.fixture
+def unloaded() -> Iterator[None]:
+    """Has the library looked for again, now and afterwards."""
+    binding.load.cache_clear()
+    yield
+    binding.load.cache_clear()
+
+
+@pytest.mark.usefixtures("unloaded")
 def test_a_missing_library_says_how_to_build_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(_native, "library_path", lambda: tmp_path / "libedgespec.so")
+    monkeypatch.setattr(binding, "library_path", lambda: tmp_path / "libedgespec.so")
     with pytest.raises(NativeError, match="cmake -S native"):
-        _native._load()
+        binding.load()
 
 
+@pytest.mark.usefixtures("unloaded")
 def test_another_abi_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_native, "ABI", _native.ABI + 1)
+    monkeypatch.setattr(binding, "ABI", _native.ABI + 1)
     with pytest.raises(NativeError, match="expected ABI"):
-        _native._load()
+        binding.load()
 
 
 def test_another_struct_layout_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(_native._STRUCTS, "es_stats", _native.CRound)
+    monkeypatch.setitem(binding.STRUCTS, "es_stats", CRound)
     with pytest.raises(NativeError, match=r"es_stats: expected \d+ bytes, got 64"):
-        _native._load()
+        binding.check_structs("es_stats")
+
+
+def test_every_struct_has_the_librarys_size() -> None:
+    assert len(binding.STRUCTS) == 9
+    binding.check_structs(*binding.STRUCTS)
+
+
+def test_a_function_of_another_version_is_named() -> None:
+    absent = binding.Function("es_of_next_year")
+    del binding.FUNCTIONS["es_of_next_year"]
+    with pytest.raises(NativeError, match="no function es_of_next_year.*reinstall"):
+        absent()
 
 
 def test_every_status_has_an_exception() -> None:
-    names = [_native._library.es_status_name(i).decode() for i in range(7)]
+    names = [binding.status_name(i).decode() for i in range(9)]
     assert names[0] == "ok"
-    assert len(set(names)) == 7
+    assert len(set(names)) == 9
     assert "unknown" not in names
-    mapped = {names[i] for i in _native._EXCEPTIONS} | {names[_native._MEMORY]}
-    assert mapped == {"argument", "memory", "context", "unsupported"}
+    assert {names[i] for i in binding.EXCEPTIONS} == {
+        "argument",
+        "memory",
+        "context",
+        "unsupported",
+        "format",
+        "io",
+    }
 
 
 def test_out_of_memory_is_a_memory_error() -> None:

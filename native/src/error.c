@@ -29,6 +29,9 @@ size_t es_struct_size(const char *name)
         {"es_session_params", sizeof(es_session_params)},
         {"es_round", sizeof(es_round)},
         {"es_stats", sizeof(es_stats)},
+        {"es_model_params", sizeof(es_model_params)},
+        {"es_model_info", sizeof(es_model_info)},
+        {"es_target_params", sizeof(es_target_params)},
     };
     for (size_t i = 0; i < sizeof(sizes) / sizeof(sizes[0]); i++) {
         if (strcmp(sizes[i].name, name) == 0) {

@@ -1,0 +1,203 @@
+"""The target in C: one conversation's KV rows over a model, and whole rounds."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, byref, c_int32, c_int64
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec._native.arrays import address, int32
+from edgespec._native.library import (
+    BUFFER,
+    HANDLE,
+    SIZE,
+    VOID,
+    Function,
+    check_structs,
+    struct,
+)
+from edgespec._native.model import NativeModel
+from edgespec._native.session import FINISH, CRound, NativeSession
+from edgespec._native.trees import CTree, derived, tree_from_c
+from edgespec.errors import UsageError
+from edgespec.tree.topology import Tree
+
+KV_TYPES = ("f16", "int8")  # by es_kv_type
+
+
+class CTargetParams(ctypes.Structure):
+    """es_target_params"""
+
+    _fields_ = [
+        ("context", c_int32),
+        ("window", c_int32),
+        ("sinks", c_int32),
+        ("kv", ctypes.c_int),
+    ]
+
+
+struct("es_target_params", CTargetParams)
+_PARAMS, _TREE = POINTER(CTargetParams), POINTER(CTree)
+_params_default = Function("es_target_params_default", _PARAMS)
+_memory = Function("es_target_memory", HANDLE, _PARAMS, POINTER(SIZE))
+_new = Function("es_target_new", HANDLE, _PARAMS, POINTER(HANDLE))
+_free = Function("es_target_free", HANDLE, result=VOID)
+_length = Function("es_target_length", HANDLE, result=c_int64)
+_forward = Function("es_target_forward", HANDLE, _TREE, BUFFER, c_int32, BUFFER)
+_prefill = Function("es_target_prefill", HANDLE, BUFFER, SIZE, BUFFER)
+_commit = Function("es_target_commit", HANDLE, BUFFER, c_int32)
+_truncate = Function("es_target_truncate", HANDLE, c_int64)
+_run = Function(
+    "es_round_run", HANDLE, HANDLE, ctypes.c_int, _TREE, BUFFER, POINTER(CRound)
+)
+# For a host that serves several conversations at once; a session has one.
+Function("es_target_forward_many", POINTER(HANDLE), POINTER(_TREE), c_int32, BUFFER)
+
+
+class NativeRound(NamedTuple):
+    """A round that ran in C: what was emitted, and what was committed for it."""
+
+    tokens: list[int]  # emitted
+    rows: list[int]  # tree rows that decided them, committed
+    committed: list[int]  # the tokens of these rows
+    is_last_drafted: bool  # whether the last token is accepted too, not drawn anew
+    finish: str | None
+
+
+class NativeTargetState:
+    """es_target: KV rows and scratch. One thread at a time.
+
+    Args:
+        context: positions; ignored with a window.
+        kv: one of KV_TYPES.
+        window: 0, or positions every layer sees beside the first `sinks`.
+    """
+
+    def __init__(
+        self,
+        model: NativeModel,
+        *,
+        context: int,
+        kv: str = "f16",
+        window: int = 0,
+        sinks: int = 0,
+    ) -> None:
+        self._handle = HANDLE()
+        self._model = model  # freed after this
+        params = target_params(context=context, kv=kv, window=window, sinks=sinks)
+        _new(model.open_handle, byref(params), byref(self._handle))
+        self._tree, self._round = CTree(), CRound()
+
+    @property
+    def length(self) -> int:
+        """Committed positions."""
+        return int(_length(self.open_handle))
+
+    @property
+    def open_handle(self) -> ctypes.c_void_p:
+        if not self._handle:
+            raise UsageError("the target is closed")
+        return self._handle
+
+    def forward(
+        self, tree: Tree, rows: NDArray[np.int32] | None, logits: NDArray[np.float32]
+    ) -> None:
+        """Logits of these rows, None: all, to (m, vocab) contiguous floats."""
+        wanted = None if rows is None else int32(rows)
+        n = tree.n if wanted is None else len(wanted)
+        if len(logits) < n or not logits.flags.c_contiguous:
+            raise UsageError(f"logits: expected {n} contiguous rows, got {len(logits)}")
+        _forward(
+            self.open_handle,
+            byref(derived(tree)),
+            address(wanted),
+            n,
+            address(logits),
+        )
+
+    def prefill(
+        self, tokens: NDArray[np.int32], logits: NDArray[np.float32] | None
+    ) -> None:
+        """Forwards and commits a chain; the last row's logits to (vocab,) floats."""
+        ids = int32(tokens)
+        _prefill(self.open_handle, address(ids), len(ids), address(logits))
+
+    def commit(self, rows: NDArray[np.int32]) -> None:
+        kept = int32(rows)
+        _commit(self.open_handle, address(kept), len(kept))
+
+    def truncate(self, length: int) -> None:
+        """ContextError, nothing changed, when rows to be seen are overwritten."""
+        _truncate(self.open_handle, length)
+
+    def run(
+        self, session: NativeSession, kind: int, logits: NDArray[np.float32] | None
+    ) -> NativeRound:
+        """Begin, forward, finish and commit; logits of the tree's rows if wanted."""
+        tree, out = self._tree, self._round
+        _run(
+            session.open_handle,
+            self.open_handle,
+            kind,
+            byref(tree),
+            None if logits is None else logits.ctypes.data,
+            byref(out),
+        )
+        n = out.n
+        tokens, rows = out.token[:n], out.row[:n]
+        spelt, parent, last = tree.token[: tree.n], tree.parent[: tree.n], rows[-1]
+        return NativeRound(
+            tokens,
+            rows,
+            [spelt[row] for row in rows],
+            any(
+                parent[row] == last and spelt[row] == tokens[-1]
+                for row in range(last + 1, tree.n)
+            ),
+            FINISH[out.finish],
+        )
+
+    def last_tree(self) -> Tree:
+        """A copy of the tree of the last `run`."""
+        return tree_from_c(self._tree)
+
+    def close(self) -> None:
+        """Frees the memory. Idempotent."""
+        handle, self._handle = getattr(self, "_handle", None), HANDLE()
+        if handle:
+            _free(handle)
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def target_params(
+    *, context: int, kv: str = "f16", window: int = 0, sinks: int = 0
+) -> CTargetParams:
+    """The struct; UsageError for a KV type that is none."""
+    if kv not in KV_TYPES:
+        raise UsageError(f"kv: expected {' or '.join(KV_TYPES)}, got {kv!r}")
+    check_structs("es_target_params")
+    params = CTargetParams()
+    _params_default(byref(params))
+    params.context, params.window, params.sinks = context, window, sinks
+    params.kv = KV_TYPES.index(kv)
+    return params
+
+
+def target_memory(
+    model: NativeModel,
+    *,
+    context: int,
+    kv: str = "f16",
+    window: int = 0,
+    sinks: int = 0,
+) -> int:
+    """Bytes a target would take for KV rows and scratch; an open model will do."""
+    params = target_params(context=context, kv=kv, window=window, sinks=sinks)
+    bytes_ = SIZE()
+    _memory(model.open_handle, byref(params), byref(bytes_))
+    return bytes_.value
