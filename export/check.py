@@ -17,6 +17,8 @@ import onnxruntime
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
+from edgespec import agreement
+from edgespec.agreement import compare
 from edgespec.cpu import usable_cores
 from edgespec.errors import BackendError, FormatError
 from edgespec.progress import Progress, silent
@@ -63,10 +65,7 @@ def windows(
             f"{weights.config.vocab}"
         )
     start = [weights.bos_id] if weights.add_bos and weights.bos_id is not None else []
-    n = min(WINDOW, weights.config.max_position) - len(start)
-    count = max(1, len(ids) // n)
-    rows = np.array(ids[: count * n], np.int64).reshape(count, -1)
-    return np.insert(rows, [0] * len(start), start, axis=1)
+    return agreement.windows(ids, min(WINDOW, weights.config.max_position), start)
 
 
 def check_onnx(
@@ -164,21 +163,6 @@ def require(
             f"errors: {tensors}. Choose a finer --quant, or --no-check to export it "
             "regardless"
         )
-
-
-def compare(
-    expected: NDArray[np.float32], got: NDArray[np.float32]
-) -> tuple[NDArray[np.float64], NDArray[np.bool_], NDArray[np.int64]]:
-    """Of logits (n, vocab): KL and agreement of argmaxes by row, and got's argmaxes."""
-    a = expected - expected.max(axis=1, keepdims=True)
-    b = got - got.max(axis=1, keepdims=True)
-    weight = np.exp(a)
-    total = weight.sum(axis=1, dtype=np.float64)
-    weight *= a - b
-    mean = weight.sum(axis=1, dtype=np.float64) / total
-    kl = mean - np.log(total) + np.log(np.exp(b).sum(axis=1, dtype=np.float64))
-    best = got.argmax(axis=1)
-    return kl, best == expected.argmax(axis=1), best
 
 
 def relative_error(expected: NDArray[np.float32], got: NDArray[np.float32]) -> float:

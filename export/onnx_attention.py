@@ -47,11 +47,51 @@ class Attention:
         hidden = ops.store.add("forbidden", np.array(-np.inf, np.float32))
         tree = ops.node("Where", ["tree_mask", allowed, hidden])
         bias = ops.node("Concat", [visible, tree], axis=1)
-        both = ops.store.constant("axes01", [0, 1])
-        self.bias = ops.node("Unsqueeze", [bias, both])  # [1, 1, n, total]
-        cos, sin = rope_tables(config.rope, config.max_position)
-        self.cos = ops.store.add("rope.cos", cos)
-        self.sin = ops.store.add("rope.sin", sin)
+        self.bias = self._over_heads(bias)
+        self.windowed_bias = None
+        if config.window is not None:
+            masked = ops.node("Where", [self._is_near(config.window), bias, hidden])
+            self.windowed_bias = self._over_heads(masked)
+        self.tables = self._store_tables("rope", config.rope)
+        self.local_tables = self.tables
+        if config.local_rope is not None:
+            self.local_tables = self._store_tables("local_rope", config.local_rope)
+
+    def bias_of(self, layer: int) -> str:
+        """What is added to a layer's scores, [1, 1, n, total]."""
+        is_windowed = layer in self.config.windowed
+        if is_windowed and self.windowed_bias is not None:
+            return self.windowed_bias
+        return self.bias
+
+    def tables_of(self, layer: int) -> tuple[str, str]:
+        """cos and sin of a layer, (positions, dim / 2)."""
+        return self.local_tables if layer in self.config.windowed else self.tables
+
+    def _is_near(self, window: int) -> str:
+        """[n, total]: which keys lie less than the window behind a row.
+
+        Committed keys sit at the position of their place in the buffer, new ones at
+        that of their depth.
+        """
+        ops = self.ops
+        zero = ops.store.constant("scalar0", 0)
+        one = ops.store.constant("scalar1", 1)
+        past = ops.node("Squeeze", ["past_len", self._axis0])
+        past = ops.node("Range", [zero, past, one])
+        keys = ops.node("Concat", [past, self.positions], axis=0)
+        rows = ops.node("Unsqueeze", [self.positions, ops.shared("axis1", 1)])
+        distance = ops.node("Sub", [rows, keys])
+        return ops.node("Less", [distance, ops.shared("window", window)])
+
+    def _over_heads(self, bias: str) -> str:
+        both = self.ops.store.constant("axes01", [0, 1])
+        return self.ops.node("Unsqueeze", [bias, both])
+
+    def _store_tables(self, name: str, rope: Rope) -> tuple[str, str]:
+        cos, sin = rope_tables(rope, self.config.max_position)
+        store = self.ops.store
+        return store.add(f"{name}.cos", cos), store.add(f"{name}.sin", sin)
 
     def __call__(self, layer: int, qkv: str) -> str:
         """[n, q | k | v] -> [n, heads * head_dim]."""
@@ -96,15 +136,15 @@ class GroupQueryAttention(Attention):
                 past_value,
                 self._seqlens,
                 self._total,
-                self.cos,
-                self.sin,
+                *self.tables_of(layer),
                 self._position_ids,
-                self.bias,
+                self.bias_of(layer),
             ],
             domain="com.microsoft",
             outputs=[mixed, key, value],
             num_heads=config.n_heads,
             kv_num_heads=config.n_kv_heads,
+            scale=config.attention_scale,
             do_rotary=1,
             rotary_interleaved=0,
         )
@@ -151,8 +191,7 @@ class ExplicitAttention(Attention):
             [
                 ops.node("Unsqueeze", [both, self._axis0]),
                 self._position_ids,
-                self.cos,
-                self.sin,
+                *self.tables_of(layer),
             ],
             domain="com.microsoft",
             num_heads=n_rotated,
@@ -168,10 +207,10 @@ class ExplicitAttention(Attention):
         q = ops.node("Reshape", [q, ops.store.constant("by_kv", [1, kv, -1, width])])
         turned = ops.node("Transpose", [key], perm=[0, 1, 3, 2])
         scores = ops.node("MatMul", [q, turned])
-        scale = ops.store.constant("scale", width**-0.5, np.float32)
+        scale = ops.store.constant("scale", config.attention_scale, np.float32)
         scores = ops.node("Mul", [scores, scale])
         scores = ops.node("Reshape", [scores, self._by_head])
-        scores = ops.node("Add", [scores, self.bias])
+        scores = ops.node("Add", [scores, self.bias_of(layer)])
         mixed = self._softmax_times(scores, value)
         flat = ops.store.constant("all_heads", [n_heads, -1, width])
         mixed = ops.node("Reshape", [mixed, flat])

@@ -7,7 +7,8 @@ float32 [1,kv,S,d].
 Outputs: logits float32 [1,m,vocab]; hidden float32 [1,n,hidden] after the final norm;
 tap_k float32 [1,n,hidden] on request; present_key_i, present_value_i, to be bound to
 the same memory as the pasts. Rows must come parents first. Row r sits at position
-past_len + tree_depth[r].
+past_len + tree_depth[r]; by that, windowed layers mask what lies further back than
+their window.
 """
 
 from __future__ import annotations
@@ -109,17 +110,21 @@ def _check(weights: WeightSet, attention: str, taps: tuple[int, ...]) -> None:
                 f"tap {tap}: expected distinct indices from 0 (embedding) to "
                 f"{config.n_layers} (final norm)"
             )
-    if config.rope.dim != config.head_dim:
-        raise UnsupportedError(
-            f"rotary dimension {config.rope.dim} of heads of "
-            f"{config.head_dim}: only whole heads are rotated"
-        )
+    ropes = {"": config.rope}
+    if config.local_rope is not None:
+        ropes[" of windowed layers"] = config.local_rope
+    for which, rope in ropes.items():
+        if rope.dim != config.head_dim:
+            raise UnsupportedError(
+                f"rotary dimension {rope.dim}{which} of heads of {config.head_dim}: "
+                "only whole heads are rotated"
+            )
     if attention == "gqa" and config.head_dim % _GQA_HEAD_DIM:
         raise UnsupportedError(
             f"--attention gqa: heads of {config.head_dim} are no multiple of "
             f"{_GQA_HEAD_DIM}; use explicit"
         )
-    size = 4 * config.max_position * config.rope.dim
+    size = 4 * config.max_position * sum(rope.dim for rope in ropes.values())
     if size > _MAX_ROPE_TABLE:
         raise UnsupportedError(
             f"a context of {config.max_position} needs rotary tables of {size} "
@@ -160,13 +165,15 @@ class _Graph:
         normed = ops.rms_norm(x, self._vector("blk.0.attn_norm"), config.rms_eps)
         for layer in range(config.n_layers):
             prefix = f"blk.{layer}."
-            qkv = self._linear([prefix + "attn_" + part for part in "qkv"], normed)
-            mixed = attention(layer, qkv)
+            mixed = attention(layer, self._queries_keys_values(prefix, normed))
             mixed = self._linear([prefix + "attn_output"], mixed)
+            mixed = self._norm_if_any(prefix + "post_attention_norm", mixed)
             norm = self._vector(prefix + "ffn_norm")
             normed, x = ops.add_rms_norm(mixed, x, norm, config.rms_eps)
             both = self._linear([prefix + "ffn_gate", prefix + "ffn_up"], normed)
-            down = self._linear([prefix + "ffn_down"], ops.swiglu(both, config.ffn))
+            gated = ops.gated(both, config.activation)
+            down = self._linear([prefix + "ffn_down"], gated)
+            down = self._norm_if_any(prefix + "post_ffw_norm", down)
             last = layer + 1 == config.n_layers
             name = "output_norm" if last else f"blk.{layer + 1}.attn_norm"
             normed, x = ops.add_rms_norm(down, x, self._vector(name), config.rms_eps)
@@ -204,10 +211,49 @@ class _Graph:
         table = self._matrix("token_embd")
         self.ops.add_matrix("embedding", table)
         x = self.ops.embed(ids, "embedding")
+        if self.config.embed_scale != 1:
+            scale = self.ops.store.constant(
+                "embed_scale", self.config.embed_scale, np.float32
+            )
+            x = self.ops.node("Mul", [x, scale])
         if self.config.is_tied:
             return "embedding", x
         self.ops.add_matrix("head", self._matrix("output"))
         return "head", x
+
+    def _queries_keys_values(self, prefix: str, x: str) -> str:
+        """[n, q | k | v] with what the family adds: biases, norms of each head."""
+        ops, config = self.ops, self.config
+        tensors = self.weights.tensors
+        names = [f"{prefix}attn_{part}" for part in "qkv"]
+        qkv = self._linear(names, x)
+        if f"{names[0]}.bias" in tensors:
+            biases = [tensors[f"{name}.bias"].load_f32() for name in names]
+            bias = ops.store.add(prefix + "attn_qkv.bias", np.concatenate(biases))
+            qkv = ops.node("Add", [qkv, bias])
+        if f"{names[0]}_norm" not in tensors:
+            return qkv
+        counts = (config.n_heads, config.n_kv_heads)
+        gains = [
+            np.tile(tensors[f"{name}_norm"].load_f32(), (count, 1))
+            for name, count in zip(names, counts, strict=False)
+        ]
+        gain = ops.store.add(prefix + "attn_qk_norm", np.concatenate(gains))
+        width = config.head_dim
+        both, v = ops.fresh("q_and_k"), ops.fresh("v")
+        sizes = ops.store.constant("qk_v", [sum(counts) * width, counts[1] * width])
+        ops.node("Split", [qkv, sizes], outputs=[both, v], axis=-1)
+        by_head = ops.store.constant("by_head", [0, sum(counts), width])
+        heads = ops.node("Reshape", [both, by_head])
+        ones = ops.store.constant("ones", [1] * width, np.float32)
+        heads = ops.node("Mul", [ops.rms_norm(heads, ones, config.rms_eps), gain])
+        both = ops.node("Reshape", [heads, ops.store.constant("flat", [0, -1])])
+        return ops.node("Concat", [both, v], axis=-1)
+
+    def _norm_if_any(self, name: str, x: str) -> str:
+        if name not in self.weights.tensors:
+            return x
+        return self.ops.rms_norm(x, self._vector(name), self.config.rms_eps)
 
     def _linear(self, names: list[str], x: str) -> str:
         """x times the rows of all the named matrices; one op when their forms agree."""

@@ -81,10 +81,12 @@ class Ops:
         )
         return normed, total
 
-    def swiglu(self, both: str, width: int) -> str:
-        """silu(gate) * up of [n, gate | up]."""
+    def gated(self, both: str, activation: str) -> str:
+        """silu(gate) * up of [n, gate | up], or gelu in its tanh form."""
         gate, up = self.fresh("gate"), self.fresh("up")
         self.node("Split", [both], outputs=[gate, up], axis=-1, num_outputs=2)
+        if activation == "gelu":
+            return self.node("Mul", [self.node("Gelu", [gate], approximate="tanh"), up])
         open_ = self.node("Sigmoid", [gate])
         return self.node("Mul", [self.node("Mul", [gate, open_]), up])
 
