@@ -124,7 +124,7 @@ def inspect_file(path: Path) -> Inspection:
 
 def read_gguf(path: Path) -> Inspection:
     """A GGUF file by its header."""
-    from edgespec_export.sources.gguf_header import open_gguf
+    from edgespec.gguf_header import open_gguf
 
     file = open_gguf(path)
     metadata = file.metadata

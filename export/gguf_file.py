@@ -15,11 +15,11 @@ from gguf import GGMLQuantizationType, GGUFValueType, LlamaFileType
 from numpy.typing import NDArray
 
 from edgespec.errors import UnsupportedError, UsageError
+from edgespec.gguf_header import Metadata
 from edgespec_export import rope, tokenizer_gguf
 from edgespec_export.arch import ARCHITECTURES, gguf_attention_scale, slots
 from edgespec_export.quantize import QUANTS, kind_for, quantize
 from edgespec_export.sources.gguf import ROPE_FREQS, interleaved
-from edgespec_export.sources.gguf_header import Metadata
 from edgespec_export.weights import ModelConfig, Tensor, WeightSet
 
 Progress = Callable[[str, int, int], None]  # tensor, bytes done, bytes in all
@@ -76,7 +76,9 @@ def write(
     try:
         for key, value in metadata.items():
             if key != "general.architecture":
-                writer.add_key_value(key, value, *metadata.types[key])
+                kind, item = metadata.types[key]
+                of_item = None if item is None else GGUFValueType(item)
+                writer.add_key_value(key, value, GGUFValueType(kind), of_item)
         _write_tensors(writer, weights, kinds, progress)
         writer.close()
         n_bytes = temporary.stat().st_size

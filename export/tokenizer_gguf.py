@@ -9,6 +9,7 @@ from typing import Any
 from gguf import GGUFValueType
 
 from edgespec.errors import FormatError, UnsupportedError
+from edgespec.gguf_header import Metadata
 from edgespec.tokenizer_gguf import (
     BYTE,
     CONTROL,
@@ -23,7 +24,6 @@ from edgespec.tokenizer_gguf import (
     Split,
     merges_by_score,
 )
-from edgespec_export.sources.gguf_header import Metadata
 
 _PREFIX = "tokenizer.ggml."
 _GPT2 = SPLITS["gpt-2"].steps[0]

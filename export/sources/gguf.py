@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -13,7 +12,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec import tokenizer_gguf
-from edgespec.errors import FormatError, ModelNotFoundError, UnsupportedError
+from edgespec.errors import FormatError, UnsupportedError
+from edgespec.gguf_header import (
+    GGUFFile,
+    Metadata,
+    TensorInfo,
+    check_shards,
+    open_gguf,
+    shards,
+)
 from edgespec_export import rope
 from edgespec_export.arch import (
     Architecture,
@@ -25,15 +32,8 @@ from edgespec_export.arch import (
     slots,
 )
 from edgespec_export.quantize import dequantize
-from edgespec_export.sources.gguf_header import (
-    GGUFFile,
-    Metadata,
-    TensorInfo,
-    open_gguf,
-)
 from edgespec_export.weights import ModelConfig, Origin, Tensor, WeightSet
 
-_SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 _READ = frozenset(
     [
         "block_count",
@@ -134,29 +134,6 @@ def read(path: Path) -> WeightSet:
     )
 
 
-def shards(path: Path) -> list[Path]:
-    """The files of a GGUF, in order.
-
-    Raises ModelNotFoundError naming an absent one, FormatError for "4 of 3".
-    """
-    match = _SHARD.fullmatch(path.name)
-    count = int(match[3]) if match else 1
-    paths = [path]
-    if match:
-        if not 1 <= int(match[2]) <= count:
-            raise FormatError(f"{path}: shard {match[2]} of {match[3]} cannot be")
-        paths = [
-            path.with_name(f"{match[1]}-{k + 1:05d}-of-{match[3]}.gguf")
-            for k in range(count)
-        ]
-    for file in paths:
-        if not file.is_file():
-            raise ModelNotFoundError(
-                f"{file}: no such file; {path.name} has {count} part(s)"
-            )
-    return paths
-
-
 def sha256(paths: Iterable[Path]) -> str:
     """Checksum of a file, or of the lines "checksum  name" of several."""
     sums = []
@@ -170,30 +147,6 @@ def sha256(paths: Iterable[Path]) -> str:
         return sums[0][0]
     lines = "".join(f"{value}  {name}\n" for value, name in sums)
     return hashlib.sha256(lines.encode()).hexdigest()
-
-
-def check_shards(files: list[GGUFFile]) -> None:
-    """FormatError when the files do not say they are the shards of one model."""
-    count = files[0].metadata.get("split.count", 1) or 1
-    if count != len(files):
-        raise FormatError(
-            f"{files[0].path}: says it has {count} shards, but its name stands for "
-            f"{len(files)}"
-        )
-    if count == 1:
-        return
-    total = files[0].metadata.get("split.tensors.count")
-    found = sum(len(file.tensors) for file in files)
-    if total is not None and total != found:
-        raise FormatError(
-            f"{files[0].path}: expected {total} tensors in all shards, got {found}"
-        )
-    for k, file in enumerate(files):
-        if file.metadata.get("split.no") != k:
-            raise FormatError(
-                f"{file.path}: expected split.no {k}, got "
-                f"{file.metadata.get('split.no')}"
-            )
 
 
 def half_split(raw: NDArray[Any], n_heads: int) -> NDArray[Any]:

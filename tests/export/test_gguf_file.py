@@ -11,9 +11,9 @@ import pytest
 from numpy.typing import NDArray
 
 from edgespec.errors import UnsupportedError, UsageError
+from edgespec.gguf_header import open_gguf
 from edgespec_export import gguf_file
 from edgespec_export.sources import gguf, hf
-from edgespec_export.sources.gguf_header import open_gguf
 from tests.export import checkpoints, llama
 
 IDS = np.random.default_rng(5).integers(3, 320, 60).tolist()

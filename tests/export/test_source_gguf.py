@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from edgespec.errors import FormatError, ModelNotFoundError, UnsupportedError
+from edgespec.gguf_header import open_gguf
 from edgespec_export import sources
 from edgespec_export.sources import gguf
-from edgespec_export.sources.gguf_header import open_gguf
 from tests.export import checkpoints
 
 

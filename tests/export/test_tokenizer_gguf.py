@@ -14,10 +14,10 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from edgespec import tokenizer_gguf
 from edgespec.errors import FormatError, UnsupportedError
+from edgespec.gguf_header import open_gguf
 from edgespec_export import gguf_file
 from edgespec_export import tokenizer_gguf as export
 from edgespec_export.sources import gguf, hf
-from edgespec_export.sources.gguf_header import open_gguf
 from tests.export import checkpoints, llama
 
 PIECES = (

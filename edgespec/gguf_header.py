@@ -2,33 +2,62 @@
 
 from __future__ import annotations
 
+import re
 import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
-from gguf import GGMLQuantizationType, GGUFValueType
 from numpy.typing import NDArray
 
-from edgespec.errors import FormatError, UnsupportedError
+from edgespec.errors import FormatError, ModelNotFoundError, UnsupportedError
 
-_SCALARS = {
-    GGUFValueType.UINT8: "B",
-    GGUFValueType.INT8: "b",
-    GGUFValueType.UINT16: "H",
-    GGUFValueType.INT16: "h",
-    GGUFValueType.UINT32: "I",
-    GGUFValueType.INT32: "i",
-    GGUFValueType.FLOAT32: "f",
-    GGUFValueType.BOOL: "?",
-    GGUFValueType.UINT64: "Q",
-    GGUFValueType.INT64: "q",
-    GGUFValueType.FLOAT64: "d",
+# Value types, numbered by the GGUF specification.
+STRING, ARRAY = 8, 9
+SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
+# Tensor types, numbered by ggml: name, values of a block, bytes of a block.
+TENSOR_TYPES = {
+    0: ("F32", 1, 4),
+    1: ("F16", 1, 2),
+    2: ("Q4_0", 32, 18),
+    3: ("Q4_1", 32, 20),
+    6: ("Q5_0", 32, 22),
+    7: ("Q5_1", 32, 24),
+    8: ("Q8_0", 32, 34),
+    9: ("Q8_1", 32, 40),
+    10: ("Q2_K", 256, 84),
+    11: ("Q3_K", 256, 110),
+    12: ("Q4_K", 256, 144),
+    13: ("Q5_K", 256, 176),
+    14: ("Q6_K", 256, 210),
+    15: ("Q8_K", 256, 292),
+    16: ("IQ2_XXS", 256, 66),
+    17: ("IQ2_XS", 256, 74),
+    18: ("IQ3_XXS", 256, 98),
+    19: ("IQ1_S", 256, 50),
+    20: ("IQ4_NL", 32, 18),
+    21: ("IQ3_S", 256, 110),
+    22: ("IQ2_S", 256, 82),
+    23: ("IQ4_XS", 256, 136),
+    24: ("I8", 1, 1),
+    25: ("I16", 1, 2),
+    26: ("I32", 1, 4),
+    27: ("I64", 1, 8),
+    28: ("F64", 1, 8),
+    29: ("IQ1_M", 256, 56),
+    30: ("BF16", 1, 2),
+    34: ("TQ1_0", 256, 54),
+    35: ("TQ2_0", 256, 66),
+    39: ("MXFP4", 32, 17),
+    40: ("NVFP4", 64, 36),
+    41: ("Q1_0", 128, 18),
 }
+DEFAULT_ALIGNMENT = 32
 _MAX_KEY = 65535
 _MIN_TENSOR_INFO = 8 + 1 + 4 + 8 + 4 + 8
+_LENGTH = struct.Struct("<Q")
+_SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 
 
 class Metadata(dict[str, Any]):
@@ -36,16 +65,10 @@ class Metadata(dict[str, Any]):
 
     def __init__(self) -> None:
         super().__init__()
-        self.types: dict[str, tuple[GGUFValueType, GGUFValueType | None]] = {}
+        self.types: dict[str, tuple[int, int | None]] = {}
 
-    def put(
-        self,
-        key: str,
-        value: Any,
-        type_: GGUFValueType,
-        item: GGUFValueType | None = None,
-    ) -> None:
-        """Set a key with its type; item is the element type of an array."""
+    def put(self, key: str, value: Any, type_: int, item: int | None = None) -> None:
+        """Sets a key with its type; item is the element type of an array."""
         self[key] = value
         self.types[key] = (type_, item)
 
@@ -79,7 +102,7 @@ class GGUFFile:
 
 
 def open_gguf(path: Path) -> GGUFFile:
-    """Read and check a header (GGUF versions 2 and 3, little-endian).
+    """Reads and checks a header (GGUF versions 2 and 3, little-endian).
 
     Raises FormatError naming file, tensor and offset when the file is truncated,
     inconsistent or of another format, UnsupportedError for versions and byte orders
@@ -111,12 +134,59 @@ def open_gguf(path: Path) -> GGUFFile:
                 f"{path}: {what} metadata key {key[:80]!r} at offset {start}"
             )
         metadata.put(key, *cursor.value(key))
-    alignment = metadata.get("general.alignment", gguf.GGUF_DEFAULT_ALIGNMENT)
+    alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
     if type(alignment) is not int or alignment <= 0 or alignment & (alignment - 1):
         raise FormatError(f"{path}: general.alignment {alignment!r} is no power of two")
     entries = [cursor.tensor_info() for _ in range(n_tensors)]
     tensors = _place(path, entries, cursor.offset, alignment, size)
     return GGUFFile(path, version, metadata, tensors, cursor.data)
+
+
+def shards(path: Path) -> list[Path]:
+    """The files of a GGUF, in order: several when it is called -0000K-of-0000N.gguf.
+
+    Raises ModelNotFoundError naming an absent one, FormatError for "4 of 3".
+    """
+    match = _SHARD.fullmatch(path.name)
+    count = int(match[3]) if match else 1
+    paths = [path]
+    if match:
+        if not 1 <= int(match[2]) <= count:
+            raise FormatError(f"{path}: shard {match[2]} of {match[3]} cannot be")
+        paths = [
+            path.with_name(f"{match[1]}-{k + 1:05d}-of-{match[3]}.gguf")
+            for k in range(count)
+        ]
+    for file in paths:
+        if not file.is_file():
+            raise ModelNotFoundError(
+                f"{file}: no such file; {path.name} has {count} part(s)"
+            )
+    return paths
+
+
+def check_shards(files: list[GGUFFile]) -> None:
+    """FormatError when the files do not say they are the shards of one model."""
+    count = files[0].metadata.get("split.count", 1) or 1
+    if count != len(files):
+        raise FormatError(
+            f"{files[0].path}: says it has {count} shards, but its name stands for "
+            f"{len(files)}"
+        )
+    if count == 1:
+        return
+    total = files[0].metadata.get("split.tensors.count")
+    found = sum(len(file.tensors) for file in files)
+    if total is not None and total != found:
+        raise FormatError(
+            f"{files[0].path}: expected {total} tensors in all shards, got {found}"
+        )
+    for k, file in enumerate(files):
+        if file.metadata.get("split.no") != k:
+            raise FormatError(
+                f"{file.path}: expected split.no {k}, got "
+                f"{file.metadata.get('split.no')}"
+            )
 
 
 def _place(
@@ -126,7 +196,7 @@ def _place(
     alignment: int,
     size: int,
 ) -> tuple[TensorInfo, ...]:
-    """Check that tensors lie one after the other, aligned, inside the file."""
+    """Checks that tensors lie one after the other, aligned, inside the file."""
     start = -(-header_end // alignment) * alignment
     names: set[str] = set()
     found = []
@@ -135,17 +205,15 @@ def _place(
         if name in names:
             raise FormatError(f"{path}: tensor {name!r} appears twice")
         names.add(name)
-        try:
-            kind = GGMLQuantizationType(type_id)
-        except ValueError:
+        if type_id not in TENSOR_TYPES:
             raise FormatError(
                 f"{path}: tensor {name!r} has unknown ggml type {type_id}"
-            ) from None
-        block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+            )
+        kind, block, block_bytes = TENSOR_TYPES[type_id]
         if shape[-1] % block:
             raise FormatError(
                 f"{path}: tensor {name!r}: rows of {shape[-1]} do not divide into "
-                f"{kind.name} blocks of {block}"
+                f"{kind} blocks of {block}"
             )
         n_bytes = block_bytes * (shape[-1] // block)
         for length in shape[:-1]:
@@ -161,7 +229,7 @@ def _place(
                 f"{n_bytes} bytes, the file ends at {size}; fetch it again"
             )
         expected = offset + -(-n_bytes // alignment) * alignment
-        found.append(TensorInfo(name, shape, kind.name, start + offset, n_bytes))
+        found.append(TensorInfo(name, shape, kind, start + offset, n_bytes))
     return tuple(found)
 
 
@@ -193,46 +261,61 @@ class _Cursor:
         ]
 
     def text(self, what: str) -> str:
-        length = self.number("Q", what)
-        start = self.offset
-        try:
-            return self.take(length, what).decode()
-        except UnicodeDecodeError:
-            raise FormatError(
-                f"{self.path}: {what} at offset {start} is not UTF-8"
-            ) from None
+        return self.texts(1, what)[0]
 
-    def type(self, what: str) -> GGUFValueType:
+    def texts(self, count: int, what: str) -> list[str]:
+        """A vocabulary has a hundred thousand: one loop, no call per string."""
+        found = []
+        view, end, offset = self.view, len(self.view), self.offset
+        for _ in range(count):
+            self.offset = offset
+            if end - offset < 8:
+                self.expect(8, 1, what)
+            (length,) = _LENGTH.unpack_from(view, offset)
+            offset += 8
+            if length > end - offset:
+                self.offset = offset
+                self.expect(length, 1, what)
+            try:
+                found.append(str(view[offset : offset + length], "utf-8"))
+            except UnicodeDecodeError:
+                raise FormatError(
+                    f"{self.path}: {what} at offset {offset} is not UTF-8"
+                ) from None
+            offset += length
+        self.offset = offset
+        return found
+
+    def type(self, what: str) -> int:
         start = self.offset
-        value = self.number("I", what)
-        try:
-            return GGUFValueType(value)
-        except ValueError:
+        value: int = self.number("I", what)
+        if value not in SCALARS and value not in (STRING, ARRAY):
             raise FormatError(
                 f"{self.path}: {what} has unknown type {value} at offset {start}"
-            ) from None
+            )
+        return value
 
-    def value(self, key: str) -> tuple[Any, GGUFValueType, GGUFValueType | None]:
+    def value(self, key: str) -> tuple[Any, int, int | None]:
         what = f"metadata {key!r}"
         kind = self.type(what)
-        if kind is not GGUFValueType.ARRAY:
+        if kind != ARRAY:
             return self.scalar(kind, what), kind, None
         item = self.type(what)
         count = self.number("Q", what)
-        if item is GGUFValueType.ARRAY:
+        if item == ARRAY:
             raise UnsupportedError(f"{self.path}: {what} is an array of arrays")
-        if item is GGUFValueType.STRING:
+        if item == STRING:
             self.expect(count, 8, f"{what} of {count} strings")
-            return [self.text(what) for _ in range(count)], kind, item
-        code = _SCALARS[item]
-        self.expect(count, struct.calcsize(code), f"{what} of {count} values")
+            return self.texts(count, what), kind, item
+        code = SCALARS[item]
+        self.expect(count, struct.calcsize("<" + code), f"{what} of {count} values")
         raw = self.take(count * struct.calcsize("<" + code), what)
         return list(struct.unpack(f"<{count}{code}", raw)), kind, item
 
-    def scalar(self, kind: GGUFValueType, what: str) -> Any:
-        if kind is GGUFValueType.STRING:
+    def scalar(self, kind: int, what: str) -> Any:
+        if kind == STRING:
             return self.text(what)
-        return self.number(_SCALARS[kind], what)
+        return self.number(SCALARS[kind], what)
 
     def tensor_info(self) -> tuple[str, tuple[int, ...], int, int]:
         start = self.offset
