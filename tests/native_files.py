@@ -27,7 +27,9 @@ from typing import Any
 import numpy as np
 
 NATIVE = Path(__file__).parent.parent / "native"
-SOURCES = ["gguf.c", "mapping.c", "blocks.c", "error.c", "kernels/half.c"]
+SOURCES = [
+    *("gguf.c", "mapping.c", "blocks.c", "pack.c", "error.c", "kernels/half.c"),
+]
 
 
 class CString(ctypes.Structure):
@@ -46,6 +48,18 @@ class CTensor(ctypes.Structure):
         ("offset", c_uint64),
         ("n_bytes", c_size_t),
         ("part", c_int32),
+    ]
+
+
+class CPacked(ctypes.Structure):
+    """es_tensor."""
+
+    _fields_ = [
+        ("type", c_int32),
+        ("rows", c_int32),
+        ("cols", c_int32),
+        ("tile_bytes", c_size_t),
+        ("data", c_void_p),
     ]
 
 
@@ -105,6 +119,13 @@ def library() -> ctypes.CDLL:
             [handle, c_size_t, POINTER(CString), POINTER(CString)],
         ),
         ("es_block_floats", None, [c_int32, data, c_size_t, POINTER(c_float)]),
+        ("es_pack_tile_bytes", c_size_t, [c_int32, c_int32]),
+        (
+            "es_pack_tiles",
+            None,
+            [c_int32, data, c_size_t, *[c_int32] * 4, data],
+        ),
+        ("es_pack_row", None, [POINTER(CPacked), c_int32, POINTER(c_float)]),
     ]:
         function = getattr(lib, name)
         function.restype, function.argtypes = result, arguments
@@ -231,4 +252,28 @@ def block_floats(ggml_type: int, blocks: np.ndarray, n: int) -> np.ndarray:
     library().es_block_floats(
         ggml_type, blocks.ctypes.data, n, out.ctypes.data_as(POINTER(c_float))
     )
+    return out
+
+
+def tile_bytes(ggml_type: int, cols: int) -> int:
+    return library().es_pack_tile_bytes(ggml_type, cols)
+
+
+def pack(ggml_type: int, blocks: np.ndarray, cols: int) -> np.ndarray:
+    """Tiles (n_tiles, bytes) of a matrix of blocks (rows, bytes), in two calls."""
+    rows, row_bytes = blocks.shape
+    n_tiles = -(-rows // 16)
+    out = np.full((n_tiles, tile_bytes(ggml_type, cols)), 0xA5, np.uint8)
+    for first, last in ((0, n_tiles // 2), (n_tiles // 2, n_tiles)):
+        library().es_pack_tiles(
+            *(ggml_type, blocks.ctypes.data, row_bytes, rows, cols, first, last),
+            out.ctypes.data + first * out.shape[1],
+        )
+    return out
+
+
+def packed_row(ggml_type: int, tiles: np.ndarray, rows: int, cols: int, row: int):
+    tensor = CPacked(ggml_type, rows, cols, tiles.shape[1], tiles.ctypes.data)
+    out = np.full(cols, 7.0, np.float32)
+    library().es_pack_row(byref(tensor), row, out.ctypes.data_as(POINTER(c_float)))
     return out

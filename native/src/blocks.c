@@ -95,9 +95,9 @@ static float float_of(uint32_t bits)
     return value;
 }
 
-/* 2^(e - 128): the code book is doubled. The two smallest are denormal. */
-static float mxfp4_scale(uint8_t e)
+float es_mxfp4_scale(uint8_t e)
 {
+    /* The two smallest are denormal. */
     return float_of(e < 2 ? UINT32_C(0x00200000) << e : (uint32_t)(e - 1) << 23);
 }
 
@@ -130,7 +130,7 @@ static int32_t nibble(const uint8_t *p, int32_t k)
 
 static void block_32(int32_t type, const uint8_t *b, float *out)
 {
-    float d = type == ES_GGML_MXFP4 ? mxfp4_scale(b[0]) : half_at(b);
+    float d = type == ES_GGML_MXFP4 ? es_mxfp4_scale(b[0]) : half_at(b);
     for (int32_t k = 0; k < 32; k++) {
         switch (type) {
         case ES_GGML_Q4_0:

@@ -17,4 +17,7 @@ const char *es_ggml_type_name(int32_t ggml_type);      /* "Q4_1"; NULL for a num
 /* n values (a multiple of the block) of one row, exactly as ggml defines them, to f32. */
 void es_block_floats(int32_t ggml_type, const uint8_t *blocks, size_t n, float *out);
 
+/* Scale of an MXFP4 block: 2^(e - 128), as its code book is doubled. */
+float es_mxfp4_scale(uint8_t e);
+
 #endif
