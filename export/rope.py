@@ -116,6 +116,11 @@ def by_layer_type(
             f"{where}: rope_parameters: expected full_attention and sliding_attention, "
             f"got {unknown}"
         )
+    for key, value in given.items():
+        if value is not None and not isinstance(value, Mapping):
+            raise FormatError(
+                f"{where}: rope_parameters: {key}: expected an object, got {value!r}"
+            )
     whole = dict(config) | {"rope_parameters": given.get("full_attention")}
     windowed = dict(config) | {
         "rope_parameters": given.get("sliding_attention"),

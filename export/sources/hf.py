@@ -145,11 +145,11 @@ def _config(
     if n_layers > n_tensors:
         raise FormatError(f"{where}: {n_layers} layers in {n_tensors} tensors")
     window, windowed = windows(arch, config, n_layers, where)
-    scale_of = config.get("query_pre_attn_scalar") or head_dim
-    if scale_of < 0:
+    scalar = config.get("query_pre_attn_scalar", head_dim)
+    if not isinstance(scalar, int | float) or not 0 < scalar < 1 << 31:
         raise FormatError(
             f"{where}: query_pre_attn_scalar: expected a positive number, got "
-            f"{scale_of}"
+            f"{scalar!r}"
         )
     settings, local = config, None
     if arch.has_local_rope:
@@ -172,7 +172,7 @@ def _config(
         rms_eps=eps,
         rope=rope.from_hf(settings, head_dim, where),
         is_tied=bool(config.get("tie_word_embeddings", False)),
-        attention_scale=float(scale_of**-0.5),
+        attention_scale=float(scalar**-0.5),
         activation=arch.activation,
         embed_scale=embed_scale(arch, hidden),
         window=window,

@@ -15,6 +15,7 @@ _IGNORED = frozenset(
         "_attn_implementation_autoset",
         "_flash_attn_2_enabled",
         "_name_or_path",
+        "_sliding_window_pattern",
         "architectures",
         "attention_dropout",
         "cache_implementation",

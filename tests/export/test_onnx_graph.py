@@ -33,14 +33,24 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> WeightSet:
     return sources.read(checkpoints.hf_checkpoint(directory / "hf"))
 
 
+@pytest.fixture(scope="module", params=checkpoints.FAMILIES)
+def of_family(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> WeightSet:
+    """Weights of each family; the window of gemma3 is shorter than the prompts."""
+    shape = checkpoints.family_shape(request.param)
+    directory = tmp_path_factory.mktemp("hf")
+    return sources.read(checkpoints.hf_checkpoint(directory / "hf", shape))
+
+
 @pytest.fixture(scope="module", params=ATTENTIONS)
 def graph(
     request: pytest.FixtureRequest,
-    weights: WeightSet,
+    of_family: WeightSet,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Graph:
     path = tmp_path_factory.mktemp("graph") / "target.onnx"
-    onnx_graph.write(weights, path, attention=request.param)
+    onnx_graph.write(of_family, path, attention=request.param)
     return Graph(path)
 
 
@@ -64,7 +74,7 @@ def test_tree_rows_equal_sequential_decoding(graph: Graph, past: int, n: int) ->
 
 @pytest.mark.parametrize("past", [0, 1, 30])
 def test_tree_rows_equal_the_numpy_forward(
-    graph: Graph, weights: WeightSet, past: int, request: pytest.FixtureRequest
+    graph: Graph, of_family: WeightSet, past: int, request: pytest.FixtureRequest
 ) -> None:
     if past == 0 and "gqa" in request.node.callspec.id:
         # the fused op numbers the rows of a first forward by index: chains only
@@ -79,12 +89,12 @@ def test_tree_rows_equal_the_numpy_forward(
     visible = np.tri(past + len(parent), dtype=bool)
     visible[past:, past:] = mask
     hidden, _ = forward.hidden_states(
-        weights,
+        of_family,
         np.concatenate([PROMPT[:past], tokens])[None],
         positions=np.concatenate([np.arange(past), past + depth]),
         visible=visible,
     )
-    expected = forward.logits(weights, hidden[0, past:])
+    expected = forward.logits(of_family, hidden[0, past:])
     assert np.abs(got["logits"] - expected).max() < 1e-4 * expected.std()
     assert np.abs(got["hidden"] - hidden[0, past:]).max() < 1e-4 * hidden.std()
 
@@ -127,12 +137,24 @@ def test_c05_a_path_with_gaps_commits_like_rows_one_by_one(graph: Graph) -> None
     assert np.abs(graph.forward([5])["logits"] - after).max() < 1e-4 * after.std()
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [
+        ("llama", "Q4_0"),
+        ("llama", "Q4_1"),
+        ("llama", "Q8_0"),
+        ("qwen2", "Q4_1"),
+        ("qwen3", "Q4_0"),
+        ("gemma3", "Q4_0"),
+        ("gemma3", "Q8_0"),
+    ],
+)
 def test_explicit_rows_are_the_same_bits_in_a_tree_and_in_a_chain(
-    tmp_path: Path, kind: str
+    tmp_path: Path, family: str, kind: str
 ) -> None:
     """With int8 activations; at two rows or more, one row runs other kernels."""
-    source = checkpoints.gguf_checkpoint(tmp_path / "s.gguf", kind=kind)
+    shape = checkpoints.family_shape(family)
+    source = checkpoints.gguf_checkpoint(tmp_path / "s.gguf", shape, kind=kind)
     path = tmp_path / "target.onnx"
     onnx_graph.write(sources.read(source), path, attention="explicit")
     graph = Graph(path)
@@ -343,10 +365,20 @@ def test_c08_rms_norms(tmp_path: Path) -> None:
     np.testing.assert_allclose(got[6:], added, atol=1e-5)
 
 
+def test_c08_geglu(tmp_path: Path) -> None:
+    ops = onnx_ops.Ops(Store(tmp_path / "data"), 4)
+    both = RNG.standard_normal((3, 64)).astype(np.float32) * 4
+    got = run(tmp_path, ops, ops.gated("x", "gelu"), {"x": both})
+    gate, up = both[:, :32].astype(np.float64), both[:, 32:]
+    inner = np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)
+    expected = gate / 2 * (1 + np.tanh(inner)) * up
+    np.testing.assert_allclose(got, expected, atol=2e-5)
+
+
 def test_c08_swiglu(tmp_path: Path) -> None:
     ops = onnx_ops.Ops(Store(tmp_path / "data"), 4)
     both = RNG.standard_normal((3, 64)).astype(np.float32) * 4
-    got = run(tmp_path, ops, ops.swiglu("x", 32), {"x": both})
+    got = run(tmp_path, ops, ops.gated("x", "silu"), {"x": both})
     gate, up = both[:, :32], both[:, 32:]
     np.testing.assert_allclose(got, gate / (1 + np.exp(-gate)) * up, atol=2e-5)
 
