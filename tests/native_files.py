@@ -28,7 +28,8 @@ import numpy as np
 
 NATIVE = Path(__file__).parent.parent / "native"
 SOURCES = [
-    *("gguf.c", "mapping.c", "blocks.c", "pack.c", "error.c", "kernels/half.c"),
+    *("gguf.c", "mapping.c", "blocks.c", "pack.c", "packed_file.c"),
+    *("error.c", "kernels/half.c"),
 ]
 
 
@@ -61,6 +62,12 @@ class CPacked(ctypes.Structure):
         ("tile_bytes", c_size_t),
         ("data", c_void_p),
     ]
+
+
+class CMatrix(ctypes.Structure):
+    """es_packed_matrix."""
+
+    _fields_ = [("name", c_char_p), ("tensor", CPacked)]
 
 
 @functools.cache
@@ -124,6 +131,17 @@ def library() -> ctypes.CDLL:
             "es_pack_tiles",
             None,
             [c_int32, data, c_size_t, *[c_int32] * 4, data],
+        ),
+        ("es_packed_check", c_int32, [handle, found]),
+        (
+            "es_packed_tensor",
+            c_int32,
+            [handle, c_char_p, POINTER(CPacked), found],
+        ),
+        (
+            "es_packed_save",
+            c_int32,
+            [handle, POINTER(CMatrix), c_size_t, c_char_p],
         ),
         ("es_pack_row", None, [POINTER(CPacked), c_int32, POINTER(c_float)]),
     ]:
@@ -234,6 +252,30 @@ class Gguf:
 
     def item_str(self, key: str, index: int) -> bytes:
         return self._get("es_gguf_array_str", CString, key.encode(), index).bytes()
+
+    def is_packed(self) -> bool:
+        out = c_bool()
+        check(library().es_packed_check(self.handle, byref(out)))
+        return out.value
+
+    def packed(self, name: str) -> CPacked | None:
+        out, found = CPacked(), c_bool()
+        check(
+            library().es_packed_tensor(
+                self.handle, name.encode(), byref(out), byref(found)
+            )
+        )
+        return out if found.value else None
+
+    def save_packed(self, matrices: dict[str, CPacked], path: Path) -> None:
+        entries = (CMatrix * max(1, len(matrices)))(
+            *(CMatrix(name.encode(), tiles) for name, tiles in matrices.items())
+        )
+        check(
+            library().es_packed_save(
+                self.handle, entries, len(matrices), os.fsencode(path)
+            )
+        )
 
     def keys(self) -> list[tuple[bytes, bytes]]:
         """Name and whole entry of every key, in file order."""
