@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from gguf import GGUFValueType
@@ -164,10 +165,15 @@ def _sentencepiece(
     scores = [-float(rank.get(token, len(rank) + i)) for i, token in enumerate(tokens)]
     if len(rank) + len(tokens) > 1 << 24:
         raise UnsupportedError("tokenizer.json: too many tokens for scores in float32")
-    rebuilt = merges_by_score(tokens, types, scores)
-    if {tuple(pair) for pair in merges} != set(rebuilt) or [
-        left + right for left, right in merges
-    ] != [left + right for left, right in rebuilt]:
+    # Added tokens are cut out of the text before anything is merged, so those that a
+    # normalised text cannot spell anew are never built and build nothing.
+    cut = {t["content"] for t in data.get("added_tokens") or ()}
+    cut = {text for text in cut if SPACE not in text}
+    given, rebuilt = (
+        [(a, b) for a, b in pairs if cut.isdisjoint((a, b, a + b))]
+        for pairs in (merges, merges_by_score(tokens, types, scores))
+    )
+    if not _merge_alike(given, rebuilt):
         raise UnsupportedError(
             "tokenizer.json: its merges are not those a SentencePiece vocabulary has, "
             "so llama.cpp would cut text differently"
@@ -179,6 +185,48 @@ def _sentencepiece(
     if scheme and has_prefix:
         made.put("edgespec.tokenizer.prepend_scheme", scheme, GGUFValueType.STRING)
     _array(made, "scores", scores, GGUFValueType.FLOAT32)
+
+
+def _merge_alike(ours: list[tuple[str, str]], theirs: list[tuple[str, str]]) -> bool:
+    """Whether merges in our order give what llama.cpp makes of them by score.
+
+    It does not tell apart the ways to one token. Runs of spaces may come in another
+    order as long as they come first and every run is cut alike.
+    """
+    if set(ours) != set(theirs):
+        return False
+    texts, other_texts = (
+        [left + right for left, right in pairs] for pairs in (ours, theirs)
+    )
+    if texts == other_texts:
+        return True
+    is_run = [not text.strip(SPACE) for text in texts]
+    n_runs = sum(is_run)
+    if not all(is_run[:n_runs]) or texts[n_runs:] != other_texts[n_runs:]:
+        return False
+    by_way: dict[tuple[int, int], int] = {}
+    by_length: dict[int, int] = {}
+    for left, right in ours[:n_runs]:
+        by_way.setdefault((len(left), len(right)), len(by_way))
+    for text in other_texts[:n_runs]:
+        by_length.setdefault(len(text), len(by_length))
+    by_score = {way: by_length[sum(way)] for way in by_way}
+    longest = max(len(text) for text in texts[:n_runs])
+    return all(
+        _cut_run(n, by_way) == _cut_run(n, by_score) for n in range(1, 2 * longest + 3)
+    )
+
+
+def _cut_run(n: int, ranks: Mapping[tuple[int, int], int]) -> list[int]:
+    """Lengths of the pieces of a run of n: the best rank first, then the leftmost."""
+    pieces = [1] * n
+    while True:
+        pairs = list(pairwise(pieces))
+        known = [(ranks[pair], at) for at, pair in enumerate(pairs) if pair in ranks]
+        if not known:
+            return pieces
+        _, at = min(known)
+        pieces[at : at + 2] = [sum(pieces[at : at + 2])]
 
 
 def _space_prefix(data: Mapping[str, Any]) -> tuple[bool, str | None]:
@@ -196,6 +244,12 @@ def _space_prefix(data: Mapping[str, Any]) -> tuple[bool, str | None]:
             is_replaced = part.get("replacement") == SPACE
             scheme = part.get("prepend_scheme", "always")
             has_prefix = scheme != "never"
+        elif (
+            is_replaced
+            and part["type"] == "Split"
+            and part["pattern"] == {"String": " "}
+        ):
+            pass  # no space is left to split at
         else:
             raise UnsupportedError(
                 f"tokenizer.json: step {dict(part)} with byte fallback"
