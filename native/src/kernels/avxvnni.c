@@ -1,23 +1,12 @@
 /* avxvnni.c - AVX2 with VNNI: half a tile at a time. */
-#include "generic.h"
-
 #include "dots_avx2.h"
+#include "lanes_avx2.h"
 
 #include "gemm.inc"
+#include "vector.inc"
 
 const es_kernels es_kernels_avxvnni = {
     .name = "avxvnni",
     .gemm = gemm,
-    .quantize = es_generic_quantize,
-    .rms_norm = es_generic_rms_norm,
-    .rope = es_generic_rope,
-    .swiglu = es_generic_swiglu,
-    .geglu = es_generic_geglu,
-    .add = es_generic_add,
-    .scale = es_generic_scale,
-    .attn_scores = es_generic_attn_scores,
-    .attn_softmax = es_generic_attn_softmax,
-    .attn_mix = es_generic_attn_mix,
-    .kv_store_key = es_generic_kv_store_key,
-    .kv_store_value = es_generic_kv_store_value,
+    ES_VECTOR_KERNELS,
 };

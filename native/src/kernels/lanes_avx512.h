@@ -1,8 +1,10 @@
 /* lanes_avx512.h - sixteen float lanes in one register: the whole vocabulary of vector.inc. Every
    lanes_<isa>.h has exactly these names with exactly these meanings:
 
-     v16                       16 floats; V16_ACCUMULATORS of them may be kept over a loop that
-                               needs V16_ACCUMULATORS / 4 more at a time
+     v16                       16 floats
+     V16_VECTORS               query vectors that share a load of keys or values (at most 8), and
+     V16_BESIDE(m)             how many such loads m vectors take side by side (at most 4), so that
+                               m * V16_BESIDE(m) sums and what they read stay in registers
      load, store               unaligned. _n: the first n (0..16) only; the rest of memory is
                                neither read nor written, and loads as 0
      from_half, to_half        16 fp16 <-> lanes, to nearest even; from_half_n, to_half_n
@@ -27,7 +29,8 @@
 
 typedef __m512 v16;
 
-#define V16_ACCUMULATORS 24
+#define V16_VECTORS 8
+#define V16_BESIDE(m) (24 / (m) < 4 ? 24 / (m) : 4)
 
 static inline __mmask16 v16_mask(int32_t n)
 {
