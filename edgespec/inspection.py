@@ -15,6 +15,8 @@ from edgespec.errors import (
     UnsupportedError,
     UsageError,
 )
+from edgespec.gguf_header import open_gguf
+from edgespec.gguf_model import read_architecture
 from edgespec.manifest import Architecture
 from edgespec.tree.topology import MAX_ROWS, Tree
 
@@ -124,11 +126,8 @@ def inspect_file(path: Path) -> Inspection:
 
 def read_gguf(path: Path) -> Inspection:
     """A GGUF file by its header."""
-    from edgespec.gguf_header import open_gguf
-
     file = open_gguf(path)
     metadata = file.metadata
-    arch = str(metadata.get("general.architecture", ""))
     names = {tensor.name for tensor in file.tensors}
     types: dict[str, TypeUse] = {}
     read = macs = 0
@@ -144,27 +143,6 @@ def read_gguf(path: Path) -> Inspection:
                 size *= side
             macs += size
 
-    def number(key: str, default: int = 0) -> int:
-        value = metadata.get(f"{arch}.{key}", default)
-        return int(value) if isinstance(value, int) else default
-
-    heads, hidden = number("attention.head_count"), number("embedding_length")
-    architecture = None
-    if arch and heads and hidden:
-        vocab = metadata.get("tokenizer.ggml.tokens", ())
-        architecture = Architecture(
-            arch=arch,
-            n_layers=number("block_count"),
-            hidden=hidden,
-            n_heads=heads,
-            n_kv_heads=number("attention.head_count_kv", heads),
-            head_dim=number("attention.key_length", hidden // heads),
-            ffn=number("feed_forward_length"),
-            vocab=number("vocab_size", len(vocab)),
-            max_position=number("context_length"),
-            is_tied="output.weight" not in names,
-            rope=str(metadata.get(f"{arch}.rope.scaling.type", "default")),
-        )
     layout = Layout(
         file=path.name,
         bytes=sum(tensor.n_bytes for tensor in file.tensors),
@@ -176,7 +154,7 @@ def read_gguf(path: Path) -> Inspection:
     return Inspection(
         name=str(metadata.get("general.name", path.stem)),
         path=path,
-        architecture=architecture,
+        architecture=read_architecture(metadata, list(file.tensors)),
         layouts={"gguf": layout},
         tree=_stored_tree(metadata, str(path)),
     )

@@ -26,6 +26,7 @@ from edgespec.bundle import (
 )
 from edgespec.chat import ChatTemplate
 from edgespec.errors import EdgeSpecError, UsageError
+from edgespec.gguf_model import BIT_FOR_BIT
 from edgespec.manifest import CHAT_TEMPLATE, MANIFEST, TARGETS, TOKENIZER
 from edgespec.progress import Progress, silent
 from edgespec.tokenizer import Tokenizer
@@ -174,7 +175,7 @@ class _Writer:
             self.quant or _matrix_kind(self.weights).lower(),
             report.n_bytes,
             dict(sorted(types.items())),
-            "the source's blocks, bit for bit"
+            BIT_FOR_BIT
             if kept
             else "; ".join(f"{how}: {count}" for how, count in sorted(made.items())),
         )

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec import tokenizer_gguf
 from edgespec.errors import FormatError, UnsupportedError
 from edgespec.gguf_header import (
     GGUFFile,
@@ -21,6 +20,7 @@ from edgespec.gguf_header import (
     open_gguf,
     shards,
 )
+from edgespec.gguf_model import read_words, text
 from edgespec_export import rope
 from edgespec_export.arch import (
     Architecture,
@@ -98,14 +98,7 @@ def read(path: Path) -> WeightSet:
     factors = _freq_factors(stored) if "llama3" in arch.gguf_ropes else None
     config = _config(arch, metadata, stored, factors, where)
     tensors = _tensors(arch, config, stored, where)
-    try:
-        words = tokenizer_gguf.tokenizer_json(metadata)
-        bos_id, eos_ids = (
-            tokenizer_gguf.bos_id(metadata),
-            tokenizer_gguf.eos_ids(metadata),
-        )
-    except (FormatError, UnsupportedError) as error:
-        raise type(error)(f"{where}: {error}") from error
+    words = read_words(metadata, where)
     n_tokens = len(metadata["tokenizer.ggml.tokens"])
     if n_tokens > config.vocab:
         raise FormatError(
@@ -116,19 +109,19 @@ def read(path: Path) -> WeightSet:
     return WeightSet(
         config=config,
         tensors=tensors,
-        tokenizer_json=words,
-        chat_template=_text(metadata, "tokenizer.chat_template", where),
-        bos_id=bos_id,
-        eos_ids=eos_ids,
-        add_bos=tokenizer_gguf.add_bos(metadata),
-        temperature=_number(metadata, "general.sampling.temp", 0, 1e9, where),
-        top_p=_number(metadata, "general.sampling.top_p", 1e-9, 1, where),
-        name=_text(metadata, "general.name", where),
+        tokenizer_json=words.tokenizer_json,
+        chat_template=words.chat_template,
+        bos_id=words.bos_id,
+        eos_ids=words.eos_ids,
+        add_bos=words.add_bos,
+        temperature=words.temperature,
+        top_p=words.top_p,
+        name=text(metadata, "general.name", where),
         origin=Origin(
             source=path.name,
             format="gguf",
             sha256=sha256(paths),
-            licence=_text(metadata, "general.license", where),
+            licence=text(metadata, "general.license", where),
         ),
         gguf_metadata=metadata,
     )
@@ -159,25 +152,6 @@ def interleaved(raw: NDArray[Any], n_heads: int) -> NDArray[Any]:
     """The inverse of `half_split`."""
     rows = raw.reshape(n_heads, 2, -1, *raw.shape[1:])
     return np.ascontiguousarray(rows.swapaxes(1, 2)).reshape(raw.shape)
-
-
-def _text(metadata: Metadata, key: str, where: str) -> str | None:
-    value = metadata.get(key)
-    if value is not None and not isinstance(value, str):
-        raise FormatError(f"{where}: {key}: expected text, got {value!r:.80}")
-    return value
-
-
-def _number(
-    metadata: Metadata, key: str, least: float, most: float, where: str
-) -> float | None:
-    value = metadata.get(key)
-    if value is None or (isinstance(value, float) and least <= value <= most):
-        return value
-    raise FormatError(
-        f"{where}: {key}: expected a number from {least:g} to {most:g}, got "
-        f"{value!r:.80}"
-    )
 
 
 def _freq_factors(
