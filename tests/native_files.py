@@ -277,7 +277,7 @@ class Gguf:
             )
         )
 
-    def keys(self) -> list[tuple[bytes, bytes]]:
+    def entries(self) -> list[tuple[bytes, bytes]]:
         """Name and whole entry of every key, in file order."""
         lib, out = library(), []
         for i in range(lib.es_gguf_key_count(self.handle)):
