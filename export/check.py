@@ -8,7 +8,7 @@ and still stop one whose layout is wrong, which lands above 5.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +24,7 @@ from edgespec.errors import BackendError, FormatError
 from edgespec.progress import Progress, silent
 from edgespec_export import forward, sources
 from edgespec_export.reference import Reference
-from edgespec_export.weights import WeightSet
+from edgespec_export.weights import ModelConfig, WeightSet
 
 MAX_KL = {None: 0.02, "f32": 1e-4, "f16": 1e-3, "q8_0": 0.02, "q4_1": 0.4, "q4_0": 0.8}
 TEXT = Path(__file__).with_name("check_text.txt")
@@ -173,11 +173,14 @@ def relative_error(expected: NDArray[np.float32], got: NDArray[np.float32]) -> f
 
 
 def _is_same_model(a: WeightSet, b: WeightSet) -> bool:
-    return (
-        np.array_equal(a.config.rope.inv_freq, b.config.rope.inv_freq)
-        and a.config.rope.attention_factor == b.config.rope.attention_factor
-        and a.config.rms_eps == b.config.rms_eps
-        and a.config.is_tied == b.config.is_tied
+    plain = [f.name for f in fields(ModelConfig) if "rope" not in f.name]
+    if any(getattr(a.config, name) != getattr(b.config, name) for name in plain):
+        return False
+    ropes = [(w.config.rope, w.config.local_rope or w.config.rope) for w in (a, b)]
+    return all(
+        np.array_equal(mine.inv_freq, other.inv_freq)
+        and mine.attention_factor == other.attention_factor
+        for mine, other in zip(*ropes, strict=True)
     )
 
 

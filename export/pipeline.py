@@ -35,7 +35,7 @@ from edgespec_export import gguf_file, onnx_graph, reference, sources
 from edgespec_export.quantize import QUANTS, made_from
 from edgespec_export.weights import Origin, WeightSet
 
-FORMATS = tuple(TARGETS)
+FORMATS = ("gguf", "onnx")
 
 
 def _quiet(line: str) -> None:

@@ -86,20 +86,17 @@ def _transformers(
 ) -> Reference:
     import torch
     from optimum.exporters.tasks import TasksManager
-    from optimum.utils import NormalizedConfigManager
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(source, local_files_only=True)
-    normalised = NormalizedConfigManager.get_normalized_config_class(config.model_type)(
-        config
-    )
+    text = config.get_text_config()
     for key, got in (
-        ("num_layers", weights.config.n_layers),
+        ("num_hidden_layers", weights.config.n_layers),
         ("hidden_size", weights.config.hidden),
         ("num_attention_heads", weights.config.n_heads),
         ("vocab_size", weights.config.vocab),
     ):
-        expected = getattr(normalised, key)
+        expected = getattr(text, key)
         if expected != got:
             raise FormatError(
                 f"{source}: {key}: transformers reads {expected}, we read {got}"

@@ -27,6 +27,7 @@ from edgespec.tokenizer_gguf import (
 )
 
 _PREFIX = "tokenizer.ggml."
+_LONGEST_RUN = 64  # of spaces in one token; Gemma's is 31
 _GPT2 = SPLITS["gpt-2"].steps[0]
 
 
@@ -212,7 +213,7 @@ def _merge_alike(ours: list[tuple[str, str]], theirs: list[tuple[str, str]]) -> 
         by_length.setdefault(len(text), len(by_length))
     by_score = {way: by_length[sum(way)] for way in by_way}
     longest = max(len(text) for text in texts[:n_runs])
-    return all(
+    return longest <= _LONGEST_RUN and all(
         _cut_run(n, by_way) == _cut_run(n, by_score) for n in range(1, 2 * longest + 3)
     )
 

@@ -82,6 +82,41 @@ def test_transformers_and_numpy_agree_on_the_source(
     assert np.abs(a - b).max() < 1e-4 * a.std()
 
 
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "gemma3"])
+def test_every_family_against_transformers_and_itself(
+    tmp_path: Path, family: str
+) -> None:
+    shape = checkpoints.family_shape(family)
+    source = checkpoints.hf_checkpoint(tmp_path / "hf", shape)
+    weights = sources.read(source)
+    truth = reference.of_source(weights, source, check.windows(weights, TEXT, 128))
+    assert truth.by == "transformers"
+    path, gguf_path = tmp_path / "target.onnx", tmp_path / "target.gguf"
+    report = onnx_graph.write(weights, path, quant="q8_0")
+    gguf_file.write(weights, "q8_0", gguf_path)
+    results = [check.check_onnx(path, weights, truth, report.errors)]
+    results.append(check.check_gguf(gguf_path, weights, truth))
+    for result in results:
+        assert 0 < result.kl < check.MAX_KL["q8_0"]
+    # a GGUF source written as it is needs no run to be found the same
+    stored = sources.read(gguf_path)
+    gguf_file.write(stored, None, tmp_path / "again.gguf")
+    own = reference.of_weights(stored, truth.windows)
+    again = check.check_gguf(tmp_path / "again.gguf", stored, own)
+    assert (again.kl, again.top1, again.errors) == (0, 1, {})
+
+
+@pytest.mark.parametrize("change", ["window", "windowed", "local_rope"])
+def test_another_window_is_another_model(tmp_path: Path, change: str) -> None:
+    shape = checkpoints.family_shape("gemma3")
+    path = checkpoints.gguf_checkpoint(tmp_path / "a.gguf", shape, kind="F32")
+    weights = sources.read(path)
+    values = {"window": 5, "windowed": frozenset({0}), "local_rope": None}
+    wrong = replace(weights, config=replace(weights.config, **{change: values[change]}))
+    truth = reference.of_weights(wrong, check.windows(weights, TEXT, 128))
+    assert check.check_gguf(path, wrong, truth).kl > 0.05
+
+
 def test_a_config_that_transformers_reads_otherwise_is_refused(
     source: Path, weights: WeightSet, truth: reference.Reference
 ) -> None:

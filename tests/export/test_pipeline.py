@@ -13,6 +13,7 @@ import pytest
 
 from edgespec.bundle import open_bundle
 from edgespec.errors import EdgeSpecError, FormatError, ModelNotFoundError, UsageError
+from edgespec.inspection import inspect_file
 from edgespec_export import check, gguf_file, onnx_graph, pipeline
 from edgespec_export.weights import Origin
 from tests.export import checkpoints
@@ -112,6 +113,24 @@ def test_bundle_of_a_gguf_keeps_its_blocks(tmp_path: Path) -> None:
     for entry in manifest.weights:
         assert (entry.licence, entry.origin) == ("MIT", "pypi:thing")
         assert entry.sha256 == "ab" * 32
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "gemma3"])
+@pytest.mark.parametrize("kind", ["hf", "gguf"])
+def test_bundles_of_the_other_families(tmp_path: Path, family: str, kind: str) -> None:
+    shape = checkpoints.family_shape(family)
+    if kind == "hf":
+        source = checkpoints.hf_checkpoint(tmp_path / "hf", shape)
+    else:
+        source = checkpoints.gguf_checkpoint(tmp_path / "a.gguf", shape)
+    bundle = export(source, tmp_path / "bundle", formats=("gguf", "onnx"))
+    assert bundle.manifest.architecture.arch == family
+    assert bundle.manifest.architecture.head_dim == shape.head_dim
+    assert bundle.manifest.check["gguf"].kl < 1e-6
+    assert bundle.manifest.check["onnx"].kl < check.MAX_KL["q8_0"]
+    assert inspect_file(bundle.path_of("target.gguf")).architecture == (
+        bundle.manifest.architecture
+    )
 
 
 def test_without_check(tmp_path: Path, source: Path) -> None:

@@ -13,7 +13,7 @@ import transformers
 
 from edgespec.errors import EdgeSpecError, FormatError, UnsupportedError
 from edgespec.gguf_header import open_gguf
-from edgespec_export import forward, gguf_file, onnx_graph, sources
+from edgespec_export import forward, gguf_file, onnx_graph, reference, sources
 from edgespec_export.sources import gguf, hf
 from tests.export import checkpoints, families
 from tests.export.graphs import Graph
@@ -160,6 +160,9 @@ def test_the_language_model_of_one_with_vision(
     hidden, _ = forward.hidden_states(made, TOKENS[None])
     got = forward.logits(made, hidden[0])
     assert np.abs(got - expected).max() < 1e-4 * expected.std()
+    truth = reference.of_source(made, with_vision, TOKENS[None])
+    assert truth.by == "transformers"
+    assert np.abs(truth.hidden - hidden).max() < 1e-4 * hidden.std()
 
 
 def test_defaults_of_a_terse_gemma3() -> None:
