@@ -38,27 +38,46 @@ static int fails_now(void)
 
 #endif
 
-int es_pages_new(size_t n_bytes, es_pages *out)
+/* n_bytes from the system and `slack` more; data is not yet moved into the slack. */
+static int map(size_t n_bytes, size_t slack, es_pages *out)
 {
-    enum { HUGE = 2 << 20 };
     if (n_bytes == 0 || n_bytes > SIZE_MAX / 2 || fails_now()) {
         return 0;
     }
-    /* Huge pages begin at multiples of their size, which small memory has no use for. */
-    size_t slack = n_bytes >= HUGE ? HUGE : 0;
     void *base = mmap(NULL, n_bytes + slack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS,
                       -1, 0);
     if (base == MAP_FAILED) {
         return 0;
     }
-    uint8_t *data = base;
+    *out = (es_pages){base, n_bytes, base, n_bytes + slack};
+    return 1;
+}
+
+int es_pages_new(size_t n_bytes, es_pages *out)
+{
+    enum { HUGE = 2 << 20 };
+    /* Huge pages begin at multiples of their size, which small memory has no use for. */
+    size_t slack = n_bytes >= HUGE ? HUGE : 0;
+    if (!map(n_bytes, slack, out)) {
+        return 0;
+    }
     if (slack > 0) {
-        data += (HUGE - (uintptr_t)base % HUGE) % HUGE;
+        out->data += (HUGE - (uintptr_t)out->base % HUGE) % HUGE;
 #if defined(MADV_HUGEPAGE)
-        madvise(data, n_bytes, MADV_HUGEPAGE); /* a wish */
+        madvise(out->data, n_bytes, MADV_HUGEPAGE); /* a wish */
 #endif
     }
-    *out = (es_pages){data, n_bytes, base, n_bytes + slack};
+    return 1;
+}
+
+int es_pages_sparse(size_t n_bytes, es_pages *out)
+{
+    if (!map(n_bytes, 0, out)) {
+        return 0;
+    }
+#if defined(MADV_NOHUGEPAGE)
+    madvise(out->data, n_bytes, MADV_NOHUGEPAGE);
+#endif
     return 1;
 }
 

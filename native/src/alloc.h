@@ -27,6 +27,8 @@ typedef struct es_pages {
 
 /* 1, or 0 where there is no memory. */
 int es_pages_new(size_t n_bytes, es_pages *out);
+/* The same in small pages, so that memory never touched costs nothing. */
+int es_pages_sparse(size_t n_bytes, es_pages *out);
 void es_pages_free(es_pages *pages);                  /* zeroes it; a zeroed one is a no-op */
 
 #endif

@@ -6,10 +6,11 @@
  * write of index x is what forgets index x - room, and `held` is the first position behind the
  * sinks that no write has forgotten.
  */
+#include "ring.h"
+
 #include <string.h>
 
 #include "alloc.h"
-#include "edgespec.h"
 #include "error.h"
 
 struct es_ring {
@@ -64,7 +65,7 @@ int64_t es_ring_length(const es_ring *ring)
     return ring->length;
 }
 
-static int32_t slot_of(const es_ring *ring, int64_t index)
+int32_t es_ring_slot(const es_ring *ring, int64_t index)
 {
     int64_t sinks = ring->sinks;
     return (int32_t)(index < sinks ? index : sinks + (index - sinks) % ring->room);
@@ -111,7 +112,7 @@ es_status es_ring_append(es_ring *ring, const int32_t *depth, int32_t n, int32_t
         deepest = depth[i] > deepest ? depth[i] : deepest;
     }
     for (int32_t i = 0; i < n; i++) {
-        slot[i] = slot_of(ring, ring->length + i);
+        slot[i] = es_ring_slot(ring, ring->length + i);
     }
     memcpy(ring->depth, depth, (size_t)n * sizeof *depth);
     ring->n_open = n;
@@ -145,8 +146,8 @@ es_status es_ring_commit(es_ring *ring, const int32_t *path, int32_t n_path, int
     *n_moves = 0;
     for (int32_t i = 0; i < n_path; i++) {
         if (path[i] != i) {
-            from[*n_moves] = slot_of(ring, ring->length + path[i]);
-            to[*n_moves] = slot_of(ring, ring->length + i);
+            from[*n_moves] = es_ring_slot(ring, ring->length + path[i]);
+            to[*n_moves] = es_ring_slot(ring, ring->length + i);
             ++*n_moves;
         }
     }
@@ -198,10 +199,10 @@ es_status es_ring_visible(const es_ring *ring, int64_t position, int32_t *slot, 
     }
     *n = 0;
     for (int64_t p = 0; p < end && p < ring->sinks; p++) {
-        slot[(*n)++] = slot_of(ring, p);
+        slot[(*n)++] = es_ring_slot(ring, p);
     }
     for (int64_t p = first; p < end; p++) {
-        slot[(*n)++] = slot_of(ring, p);
+        slot[(*n)++] = es_ring_slot(ring, p);
     }
     return ES_OK;
 }
