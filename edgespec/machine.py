@@ -63,6 +63,37 @@ def measure(
     )
 
 
+class Bystanders:
+    """How much of the machine others have used since this was made."""
+
+    def __init__(self) -> None:
+        self._start = _cpu_seconds()
+
+    def share(self) -> float | None:
+        """Of all processors' time, what went to others; None where nobody counts it."""
+        end = _cpu_seconds()
+        if self._start is None or end is None:
+            return None
+        every, busy, own = (
+            now - then for now, then in zip(end, self._start, strict=True)
+        )
+        return min(1.0, max(0.0, busy - own) / every) if every > 0 else None
+
+
+def _cpu_seconds() -> tuple[float, float, float] | None:
+    """Processor seconds so far: there were, used by anybody, used by this process."""
+    try:
+        line = Path("/proc/stat").read_text().partition("\n")[0]
+        ticks = [int(word) for word in line.split()[1:9]]  # user ... steal
+        hertz = os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, AttributeError):
+        return None
+    idle = sum(ticks[3:5])  # waiting for a disk included
+    own = os.times()
+    every = sum(ticks)
+    return every / hertz, (every - idle) / hertz, own.user + own.system
+
+
 def cpu_name() -> str:
     """The processor's name as the system gives it."""
     try:

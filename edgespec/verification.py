@@ -79,7 +79,7 @@ def seconds_per_token(reply: Reply) -> float | None:
 
 
 def read_prompts(path: Path | None = None) -> list[Prompt]:
-    """Reads JSON lines with "prompt" or "turns", and optionally "subtask"."""
+    """Reads JSON lines with "prompt" or "turns", maybe "subtask" or "category"."""
     path = path or BUILT_IN
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -109,7 +109,7 @@ def _prompt(line: str, where: str) -> Prompt:
         raise FormatError(
             f'{where}: expected an object with "prompt", a text, or "turns", texts'
         )
-    return Prompt(tuple(turns), str(row.get("subtask", "")))
+    return Prompt(tuple(turns), str(row.get("subtask", row.get("category", ""))))
 
 
 class Arm(Engine):

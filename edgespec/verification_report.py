@@ -6,12 +6,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import numpy as np
-
+from edgespec.intervals import median_interval
 from edgespec.reply import Reply
 from edgespec.verification import Run, loop_cut
-
-RESAMPLES = 2000
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +32,7 @@ class Summary:
 
 def summarise(runs: Sequence[Run]) -> Summary:
     """Totals, and the median speed ratio with its interval."""
-    ratios = np.array([run.ratio for run in runs if run.ratio is not None])
-    low = high = middle = None
-    if len(ratios):
-        generator = np.random.default_rng(0)
-        picks = generator.integers(0, len(ratios), (RESAMPLES, len(ratios)))
-        medians = np.median(ratios[picks], axis=1)
-        middle = float(np.median(ratios))
-        low, high = (float(q) for q in np.quantile(medians, [0.025, 0.975]))
+    ratio = median_interval([[run.ratio] for run in runs if run.ratio is not None])
     rounds = [pair for run in runs for pair in run.rounds]
     cut = [pair for run in runs for pair in _rounds_before_loop(run)]
     return Summary(
@@ -62,9 +52,9 @@ def summarise(runs: Sequence[Run]) -> Summary:
         drafted_per_round=_drafted(rounds),
         cut_tokens_per_round=_ratio(sum(n for _, n in cut), len(cut)),
         cut_drafted_per_round=_drafted(cut),
-        ratio=middle,
-        ratio_low=low,
-        ratio_high=high,
+        ratio=ratio.middle,
+        ratio_low=ratio.low,
+        ratio_high=ratio.high,
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from edgespec._native import tree_derive
 from edgespec.config import Speculation
 from edgespec.drafts.base import Drafter
 from edgespec.errors import ContextError
@@ -126,6 +127,22 @@ class ScriptedTarget:
             wobble = self._wobble if n_rows > 1 else 0.0
             logits[ord(rival)] = LOUD - self._gap + wobble
         return logits
+
+
+class SecondBranch:
+    """Drafts a wrong token and beside it the two next ones: committing moves rows."""
+
+    name = "second"
+
+    def __init__(self, reply: str) -> None:
+        self._reply = reply.encode()
+
+    def propose(self, sequence: NDArray[np.int32]) -> Tree | None:
+        said = bytes(sequence.tolist()).rpartition(OPENING.encode())[2]
+        following = self._reply[len(said) : len(said) + 2]
+        if len(following) < 2 or not self._reply.startswith(said):
+            return None
+        return tree_derive([sequence[-1], ord("!"), *following], [-1, 0, 0, 2])
 
 
 def scripted_session(

@@ -15,29 +15,13 @@ from edgespec.errors import FormatError, UsageError
 from edgespec.replay import NO_TOKEN, ends_early, path_first
 from edgespec.verification import first_difference, read_prompts, verify
 from edgespec.verification_report import by_subtask, summarise
-from tests.scripted import scripted_session
+from tests.scripted import SecondBranch, scripted_session
 
 HA = "ha ha ha ha ha ha ha ha ha ha"
 ANSWERS = {"ha": HA, "hi": "hello", "lo": "la la la lo la la la lo la la la lo"}
 # Within the repeats, where rounds have several rows.
 RIVAL = {HA[:15]: "x"}
 ALWAYS = Speculation(tree="chain:3")  # whatever the clock says of its worth
-
-
-class SecondBranch:
-    """Drafts a wrong token and beside it the two next ones: committing moves rows."""
-
-    name = "second"
-
-    def __init__(self, reply: str) -> None:
-        self.reply = reply.encode()
-
-    def propose(self, sequence):
-        said = bytes(sequence.tolist()).rpartition(b"assistant: ")[2]
-        following = self.reply[len(said) : len(said) + 2]
-        if len(following) < 2 or not self.reply.startswith(said):
-            return None
-        return tree_derive([sequence[-1], ord("!"), *following], [-1, 0, 0, 2])
 
 
 @pytest.fixture

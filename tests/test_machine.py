@@ -87,3 +87,22 @@ def test_names_and_memory_of_this_machine() -> None:
         assert sizes is not None
         total, available = sizes
         assert 0 < available <= total
+
+
+def test_bystanders_share_is_what_others_took(monkeypatch) -> None:
+    # There were, used by anybody, used by us: seconds so far.
+    readings = iter([(100.0, 60.0, 10.0), (120.0, 72.0, 17.0)])
+    monkeypatch.setattr(machine, "_cpu_seconds", lambda: next(readings))
+    assert machine.Bystanders().share() == pytest.approx((12 - 7) / 20)
+    monkeypatch.setattr(machine, "_cpu_seconds", lambda: None)
+    assert machine.Bystanders().share() is None
+
+
+def test_processor_seconds_only_grow() -> None:
+    before = machine._cpu_seconds()
+    sum(i * i for i in range(300_000))
+    after = machine._cpu_seconds()
+    assert before is not None
+    assert after is not None
+    assert all(now >= then for now, then in zip(after, before, strict=True))
+    assert after[2] <= after[1] <= after[0]

@@ -26,7 +26,7 @@ from typing import Annotated
 
 import typer
 
-from edgespec.cli import chat, doctor, export, generate, inspect, models, verify
+from edgespec.cli import bench, chat, doctor, export, generate, inspect, models, verify
 from edgespec.cli.terminal import note, prepare_streams
 from edgespec.errors import EdgeSpecError, UsageError
 from edgespec.version import __version__
@@ -67,6 +67,7 @@ app.command("chat")(chat.command)
 app.command("generate")(generate.command)
 app.command("export")(export.command)
 app.command("verify")(verify.command)
+app.command("bench")(bench.command)
 app.command("inspect")(inspect.command)
 app.command("doctor")(doctor.command)
 app.add_typer(models.app, name="models")

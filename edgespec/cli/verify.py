@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from edgespec.cache import write_whole
 from edgespec.cli.opening import open_session
 from edgespec.cli.options import Model, Offline, settings
 from edgespec.cli.render import table
-from edgespec.cli.terminal import note, progress_bar
+from edgespec.cli.results import check_result, write_result
+from edgespec.cli.terminal import progress_bar
 from edgespec.config import Runtime, Sampling, Speculation, check_sampling
 from edgespec.errors import UsageError
 
@@ -90,7 +89,7 @@ def command(
     for choice in sampling:
         check_sampling(choice)
     if json_file not in (None, "-"):
-        _check_target(Path(json_file))
+        check_result("--json", Path(json_file), ", or - for stdout")
     chosen = read_prompts(prompts)[:limit]
     session = open_session(model, speculation, runtime, offline=offline)
     with progress_bar() as progress:
@@ -117,7 +116,7 @@ def command(
     else:
         print("\n".join(_lines(session, runs)))
         if json_file is not None:
-            _write(Path(json_file), json.dumps(result) + "\n")
+            write_result(Path(json_file), json.dumps(result) + "\n")
     if summarise(runs).unexplained:
         raise typer.Exit(1)
 
@@ -130,23 +129,6 @@ def _about(session: Session) -> dict[str, object]:
         "row_invariant": session.target.capabilities.row_invariant,
         "argv": sys.argv[1:],
     }
-
-
-def _check_target(path: Path) -> None:
-    """Finds a result's file impossible before the minutes of work, not after."""
-    if path.is_dir() or not os.access(path.absolute().parent, os.W_OK | os.X_OK):
-        why = (
-            "it is a directory" if path.is_dir() else "its directory cannot be written"
-        )
-        raise UsageError(f"--json {path}: {why}; name a file, or - for stdout")
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        write_whole(path, text)
-    except OSError as error:
-        note(f"edgespec: {path}: cannot write: {error.strerror}")
-        raise typer.Exit(1) from None
 
 
 def _lines(session: Session, runs: list[Run]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import time
 import weakref
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,7 @@ class LlamaCppTarget:
         self._length = 0
         self._tree: Tree | None = None  # of the last forward, until committed
         self._is_dirty = False  # the cache holds rows that were never committed
+        self.decode_s = 0.0  # spent inside llama_decode so far
         self.capabilities = Capabilities(
             tree=True,
             taps=(),
@@ -192,7 +194,9 @@ class LlamaCppTarget:
         self._is_dirty = False
 
     def _decode(self) -> None:
+        started = time.perf_counter()
         status = self._api.llama_decode(self._context, self._batch.struct)
+        self.decode_s += time.perf_counter() - started
         if status == 0:
             return
         self._drop()
