@@ -34,60 +34,26 @@ def hidden_states(
         progress: called with (layers done, layers in all).
     """
     config = weights.config
-    batch, n = tokens.shape
+    n = tokens.shape[1]
     if positions is None:
         positions = np.arange(n)
     if visible is None:
         visible = np.tri(n, dtype=bool)
-    distance = positions[:, None] - positions[None, :]
     tapped: dict[int, NDArray[np.float32]] = {}
-
-    def load(name: str) -> NDArray[np.float32]:
-        return weights.tensors[name].load_f32()
-
-    def norm(x: NDArray[np.float32], name: str) -> NDArray[np.float32]:
-        return _rms_norm(x, load(name), config.rms_eps)
-
-    x = load("token_embd")[tokens] * np.float32(config.embed_scale)  # (b, n, hidden)
-    for layer in range(config.n_layers):
-        if layer in taps:
-            tapped[layer] = x.copy()
-        prefix = f"blk.{layer}."
-
-        def has(name: str, prefix: str = prefix) -> bool:
-            return prefix + name in weights.tensors
-
-        h = norm(x, prefix + "attn_norm")
-        parts = {}
-        for part, count in zip(
-            "qkv", (config.n_heads, config.n_kv_heads, config.n_kv_heads), strict=True
-        ):
-            rows = h @ load(f"{prefix}attn_{part}").T
-            if has(f"attn_{part}.bias"):
-                rows = rows + load(f"{prefix}attn_{part}.bias")
-            parts[part] = _heads(rows, count)
-            if has(f"attn_{part}_norm"):
-                parts[part] = norm(parts[part], f"{prefix}attn_{part}_norm")
-        cos, sin = _rotation(config.rope_of(layer), positions)
-        q, k = _rotate(parts["q"], cos, sin), _rotate(parts["k"], cos, sin)
-        window = config.window_of(layer)
-        seen = visible if window is None else visible & (distance < window)
-        bias = np.where(seen, np.float32(0), np.float32(-np.inf))
-        mixed = _attend(q, k, parts["v"], bias, config.attention_scale)
-        mixed = mixed.reshape(batch, n, -1) @ load(prefix + "attn_output").T
-        if has("post_attention_norm"):
-            mixed = norm(mixed, prefix + "post_attention_norm")
-        x = x + mixed
-        h = norm(x, prefix + "ffn_norm")
-        gate = _ACTIVATIONS[config.activation](h @ load(prefix + "ffn_gate").T)
-        gate *= h @ load(prefix + "ffn_up").T
-        down = gate @ load(prefix + "ffn_down").T
-        if has("post_ffw_norm"):
-            down = norm(down, prefix + "post_ffw_norm")
-        x = x + down
+    embedding = weights.tensors["token_embd"].load_f32()
+    x = embedding[tokens] * np.float32(config.embed_scale)  # (b, n, hidden)
+    del embedding
+    for index in range(config.n_layers):
+        if index in taps:
+            tapped[index] = x.copy()
+        layer = _Layer(weights, index)
+        mixed = layer.attention(layer.norm("attn_norm", x), positions, visible)
+        x = x + layer.norm_if_any("post_attention_norm", mixed)
+        down = layer.feed_forward(layer.norm("ffn_norm", x))
+        x = x + layer.norm_if_any("post_ffw_norm", down)
         if progress is not None:
-            progress(layer + 1, config.n_layers)
-    x = norm(x, "output_norm")
+            progress(index + 1, config.n_layers)
+    x = _rms_norm(x, weights.tensors["output_norm"].load_f32(), config.rms_eps)
     if config.n_layers in taps:
         tapped[config.n_layers] = x
     return x, tapped
@@ -103,6 +69,60 @@ def head(weights: WeightSet) -> NDArray[np.float32]:
     """The head's matrix (vocab, hidden): the embedding when tied."""
     name = "token_embd" if weights.config.is_tied else "output"
     return weights.tensors[name].load_f32()
+
+
+class _Layer:
+    """One block; what a family lacks, its weights do not have."""
+
+    def __init__(self, weights: WeightSet, index: int) -> None:
+        self.config = weights.config
+        self.index = index
+        self._tensors = weights.tensors
+
+    def load(self, name: str) -> NDArray[np.float32]:
+        return self._tensors[f"blk.{self.index}.{name}"].load_f32()
+
+    def has(self, name: str) -> bool:
+        return f"blk.{self.index}.{name}" in self._tensors
+
+    def norm(self, name: str, x: NDArray[np.float32]) -> NDArray[np.float32]:
+        return _rms_norm(x, self.load(name), self.config.rms_eps)
+
+    def norm_if_any(self, name: str, x: NDArray[np.float32]) -> NDArray[np.float32]:
+        return self.norm(name, x) if self.has(name) else x
+
+    def attention(
+        self,
+        x: NDArray[np.float32],
+        positions: NDArray[np.integer],
+        visible: NDArray[np.bool_],
+    ) -> NDArray[np.float32]:
+        config = self.config
+        cos, sin = _rotation(config.rope_of(self.index), positions)
+        q = _rotate(self._heads("attn_q", x, config.n_heads), cos, sin)
+        k = _rotate(self._heads("attn_k", x, config.n_kv_heads), cos, sin)
+        v = self._heads("attn_v", x, config.n_kv_heads)
+        window = config.window_of(self.index)
+        if window is not None:
+            visible = visible & (positions[:, None] - positions[None, :] < window)
+        bias = np.where(visible, np.float32(0), np.float32(-np.inf))
+        mixed = _attend(q, k, v, bias, config.attention_scale)
+        out: NDArray[np.float32] = mixed @ self.load("attn_output").T
+        return out
+
+    def _heads(
+        self, name: str, x: NDArray[np.float32], count: int
+    ) -> NDArray[np.float32]:
+        rows = x @ self.load(name).T
+        if self.has(f"{name}.bias"):
+            rows = rows + self.load(f"{name}.bias")
+        return self.norm_if_any(f"{name}_norm", _heads(rows, count))
+
+    def feed_forward(self, x: NDArray[np.float32]) -> NDArray[np.float32]:
+        gate = _ACTIVATIONS[self.config.activation](x @ self.load("ffn_gate").T)
+        gate *= x @ self.load("ffn_up").T
+        out: NDArray[np.float32] = gate @ self.load("ffn_down").T
+        return out
 
 
 def _rms_norm(

@@ -235,6 +235,12 @@ def _config(
         raise FormatError(
             f"{where}: {prefix}attention.layer_norm_rms_epsilon: got {eps}"
         )
+    turned = rope.from_gguf(metadata, arch.gguf, head_dim, context, factors, where)
+    if turned.kind not in arch.gguf_ropes:
+        raise UnsupportedError(
+            f"{where}: RoPE scaling {turned.kind!r} of {arch.gguf} is not supported; "
+            f"known: {', '.join(sorted(arch.gguf_ropes))}"
+        )
     return ModelConfig(
         arch=arch.gguf,
         n_layers=n_layers,
@@ -246,7 +252,7 @@ def _config(
         vocab=vocab,
         max_position=context,
         rms_eps=eps,
-        rope=rope.from_gguf(metadata, arch.gguf, head_dim, context, factors, where),
+        rope=turned,
         is_tied="output.weight" not in stored,
         attention_scale=gguf_attention_scale(arch, n_layers, hidden, n_heads, head_dim),
         activation=arch.activation,

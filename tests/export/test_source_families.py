@@ -296,6 +296,7 @@ def test_wrong_types_never_get_through(tmp_path: Path, family: str, value: Any) 
         ("gemma3", {"gemma3.final_logit_softcapping": 30.0}, "final_logit_softcap"),
         ("gemma3", {"gemma3.attn_logit_softcapping": 50.0}, "attn_logit_softcap"),
         ("gemma3", {"gemma3.rope.scaling.type": "longrope"}, "'longrope'"),
+        ("gemma3", {"gemma3.rope.scaling.type": "yarn"}, "'yarn' of gemma3"),
         ("gemma3", {"gemma3.rope.dimension_count": 8}, "dimension_count 8"),
         ("gemma3", {"gemma3.attention.sliding_window_pattern": 0}, "pattern"),
         ("gemma3", {"gemma3.rope.freq_base_swa": -1.0}, "freq_base_swa"),

@@ -284,16 +284,21 @@ def test_settings_that_change_the_model_are_refused(
     [0, -1, 2**63, 1.5, float("nan"), "x", "", True, [], [1], ["a"], None],
     ids=repr,
 )
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_wrong_metadata_types_never_get_through(
-    tiny: Path, monkeypatch: pytest.MonkeyPatch, value: Any
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, value: Any
 ) -> None:
+    shape = checkpoints.family_shape(family)
+    tiny = checkpoints.gguf_checkpoint(tmp_path / "tiny.gguf", shape)
     extra = ("expert_count", "attention.sliding_window", "rope.scaling.factor")
     extra += ("rope.scaling.yarn_beta_fast", "rope.scaling.type", "rope.scale_linear")
+    extra += ("final_logit_softcapping",)
     keys = [*open_gguf(tiny).metadata, "edgespec.eos_token_ids", "general.alignment"]
-    for key in [*keys, *(f"llama.{key}" for key in extra)]:
+    for key in [*keys, *(f"{family}.{key}" for key in extra)]:
         file = open_gguf(tiny)
-        if key.startswith("llama.rope"):
-            file.metadata["llama.rope.scaling.type"] = "yarn"
+        if key.startswith(f"{family}.rope"):
+            kind = "yarn" if family == "llama" else "linear"
+            file.metadata[f"{family}.rope.scaling.type"] = kind
         file.metadata[key] = value
         if value is None:
             del file.metadata[key]
