@@ -154,12 +154,7 @@ def _arm_table(
     rows: Sequence[Row], compared: Sequence[Interval | None], other: str | None
 ) -> list[str]:
     header = [
-        "method",
-        "backend",
-        "tok/s",
-        "x plain",
-        *([f"x {other}"] if other else []),
-        "tok/round",
+        *_speed_header("method", other),
         "accepted",
         "of rows",
         "first ms",
@@ -167,16 +162,10 @@ def _arm_table(
         "p95",
         "MB",
         "identical",
-        "tokens",
     ]
     cells = [
         [
-            row.method,
-            row.backend,
-            _number(row.tokens_per_s, ".1f"),
-            _ratio(row),
-            *([_interval(ratio)] if ratio is not None else []),
-            f"{row.tokens_per_round:.2f}",
+            *_speed_cells(row, ratio),
             f"{row.acceptance:.0%}",
             f"{row.node_yield:.0%}",
             f"{row.ttft_ms:.0f}",
@@ -184,7 +173,6 @@ def _arm_table(
             _number(row.itl_ms_p95, ".2f"),
             _number(row.extra_memory_mb, ".1f"),
             "yes" if row.identical else "no",
-            str(row.tokens),
         ]
         for row, ratio in zip(rows, compared, strict=True)
     ]
@@ -197,22 +185,28 @@ def _short_table(
     compared: Sequence[Interval | None],
     other: str | None,
 ) -> list[str]:
-    first = f"{name} ({rows[0].prompts})" if name else "method"
-    extra = [f"x {other}"] if other else []
-    header = [first, "backend", "tok/s", "x plain", *extra, "tok/round", "tokens"]
+    header = _speed_header(f"{name} ({rows[0].prompts})" if name else "method", other)
     cells = [
-        [
-            row.method,
-            row.backend,
-            _number(row.tokens_per_s, ".1f"),
-            _ratio(row),
-            *([_interval(ratio)] if ratio is not None else []),
-            f"{row.tokens_per_round:.2f}",
-            str(row.tokens),
-        ]
-        for row, ratio in zip(rows, compared, strict=True)
+        _speed_cells(row, ratio) for row, ratio in zip(rows, compared, strict=True)
     ]
     return table(header, cells, left=2)
+
+
+def _speed_header(first: str, other: str | None) -> list[str]:
+    extra = [f"x {other}"] if other else []
+    return [first, "backend", "tok/s", "x plain", *extra, "tok/round", "tokens"]
+
+
+def _speed_cells(row: Row, ratio: Interval | None) -> list[str]:
+    return [
+        row.method,
+        row.backend,
+        _number(row.tokens_per_s, ".1f"),
+        _ratio(row),
+        *([_interval(ratio)] if ratio is not None else []),
+        f"{row.tokens_per_round:.2f}",
+        str(row.tokens),
+    ]
 
 
 def _ratio(row: Row) -> str:
