@@ -136,11 +136,13 @@ static uint32_t draw(void)
     return (uint32_t)(state >> 32);
 }
 
-/* Small bytes: no fp16 scale, float weight or exponent made of them is infinite. */
-static void fill(uint8_t *p, size_t n)
+/* Small bytes: no fp16 scale or float weight made of them is infinite, and no exponent of MXFP4
+   denormal, which would be slow. */
+static void fill(int32_t type, uint8_t *p, size_t n)
 {
+    uint32_t above = type == ES_GGML_MXFP4 ? 0x40404040u : 0;
     for (size_t i = 0; i + 4 <= n; i += 4) {
-        uint32_t bits = draw() & 0x3F3F3F3Fu;
+        uint32_t bits = (draw() & 0x3F3F3F3Fu) | above;
         memcpy(p + i, &bits, sizeof bits);
     }
 }
@@ -175,7 +177,7 @@ static void pass_open(pass *p, const model *m, int32_t type)
         t->tile_bytes = es_pack_tile_bytes(t->type, t->cols);
         p->stride[s] = t->tile_bytes * (size_t)es_tiles(t->rows);
         uint8_t *data = pages(pass_bytes(p, s));
-        fill(data, pass_bytes(p, s));
+        fill(t->type, data, pass_bytes(p, s));
         t->data = data;
         widest = t->cols > widest ? t->cols : widest;
         tallest = t->rows > tallest ? t->rows : tallest;
@@ -204,6 +206,21 @@ static void pass_close(pass *p)
     }
 }
 
+/* What follows shape s of a layer, as a forward knows it too. */
+static void fetch_next(const pass *p, int32_t layer, int32_t s, int32_t member, int32_t n)
+{
+    int32_t head = n_shapes(p->model) - 1, layers = p->model->shapes[0].copies;
+    int32_t next = s + 1 < head ? s + 1 : layer + 1 < layers ? 0 : head;
+    if (s == head) {
+        return;
+    }
+    es_tensor t = p->tensor[next];
+    int32_t t0, t1;
+    t.data += p->stride[next] * (size_t)(next == head ? 0 : layer + (next == 0));
+    es_share(es_tiles(t.rows), member, n, &t0, &t1);
+    es_fetch_tiles(&t, t0, t1);
+}
+
 /* Layer by layer, a barrier after each matrix, as a forward would. */
 static void pass_member(void *arg, int32_t member, int32_t n)
 {
@@ -224,6 +241,7 @@ static void pass_member(void *arg, int32_t member, int32_t n)
                              (size_t)es_tiles(t.rows) * ES_TILE);
             double seconds = now() - start;
             *least = *least == 0.0 || seconds < *least ? seconds : *least;
+            fetch_next(p, layer, s, member, n);
             es_pool_barrier(p->pool, member);
         }
     }

@@ -59,6 +59,27 @@ static inline int32_t es_tiles(int32_t rows)
     return (rows + ES_TILE - 1) / ES_TILE;
 }
 
+/* How many tiles ahead gemm fetches: far enough for memory to answer, and both fit the first cache. */
+static inline int32_t es_tiles_ahead(const es_tensor *tensor)
+{
+    return tensor->tile_bytes < 8192 ? 2 : 1;
+}
+
+/* Starts fetching the first tiles of [t0, t1), for the member who computes them after a barrier. */
+static inline void es_fetch_tiles(const es_tensor *tensor, int32_t t0, int32_t t1)
+{
+#if defined(__GNUC__)
+    int32_t n = t1 - t0 < es_tiles_ahead(tensor) ? t1 - t0 : es_tiles_ahead(tensor);
+    const uint8_t *tile = tensor->data + (size_t)t0 * tensor->tile_bytes;
+    size_t n_bytes = n > 0 ? (size_t)n * tensor->tile_bytes : 0;
+    for (size_t at = 0; at < n_bytes && at < 16384; at += 64) {
+        __builtin_prefetch(tile + at);
+    }
+#else
+    (void)tensor, (void)t0, (void)t1;
+#endif
+}
+
 /* 0 for a type or a width that has no tile format. */
 size_t es_pack_tile_bytes(int32_t ggml_type, int32_t cols);
 /* Packs tiles [t0, t1) of a matrix of ggml rows (row_bytes apart) to out (tile t0 at out[0]). */
