@@ -308,6 +308,59 @@ static void test_memory_runs_out(const file *whole)
     CHECK(failures >= 7);
 }
 
+static void write_file(const char *path, const file *f)
+{
+    FILE *out = fopen(path, "wb");
+    CHECK(out != NULL && fwrite(f->data, 1, f->n, out) == f->n);
+    CHECK(fclose(out) == 0);
+}
+
+#define FIRST "test_gguf-00001-of-00002.gguf" /* in the directory the test runs in */
+#define SECOND "test_gguf-00002-of-00002.gguf"
+#define TARGET "test_gguf.packed.gguf"
+
+static void write_split(uint32_t number, const char *tensor, const char *path)
+{
+    static file f;
+    begin(&f, 1, 3);
+    put_key(&f, "split.no", 2, number, 2);
+    put_key(&f, "split.count", 2, 2, 2);
+    put_key(&f, "split.tensors.count", 5, 2, 4);
+    put_tensor(&f, tensor, ES_GGML_F32, 4, 1, 0);
+    end(&f, 32, 16);
+    write_file(path, &f);
+}
+
+/* Opens the split model and writes it as one file. */
+static es_status repack(void)
+{
+    es_gguf *gguf = NULL;
+    es_status status = es_gguf_open(FIRST, true, &gguf);
+    if (status == ES_OK) {
+        status = es_packed_save(gguf, NULL, 0, TARGET);
+    }
+    es_gguf_free(gguf);
+    return status;
+}
+
+static void test_memory_runs_out_over_a_split_model(void)
+{
+    es_status status = ES_ERR_MEMORY;
+    int failures = 0;
+    write_split(0, "one", FIRST);
+    write_split(1, "two", SECOND);
+    for (long left = 0; status != ES_OK; left++) {
+        es_test_alloc_left = left;
+        status = repack();
+        es_test_alloc_left = -1;
+        CHECK(status == ES_OK || status == ES_ERR_MEMORY);
+        failures += status != ES_OK;
+        CHECK((remove(TARGET) == 0) == (status == ES_OK));
+    }
+    CHECK(failures >= 16);
+    CHECK(remove(FIRST) == 0 && remove(SECOND) == 0);
+}
+
 static void test_files_that_cannot_be_opened(void)
 {
     es_gguf *gguf = NULL;
@@ -336,6 +389,7 @@ int main(void)
     test_hostile_names_are_printed_harmlessly();
     test_a_type_ggml_lacks_is_left_to_the_reader();
     test_memory_runs_out(&plain);
+    test_memory_runs_out_over_a_split_model();
     test_files_that_cannot_be_opened();
     puts("ok");
     return 0;
