@@ -51,6 +51,18 @@ def test_every_file_type_can_be_written(tmp_path: Path, kind: str) -> None:
     assert spread < (F32 if kind == "F32" else 0.1)
 
 
+@pytest.mark.parametrize("family", families.FAMILIES)
+def test_k_quants_of_every_family(tmp_path: Path, family: str) -> None:
+    sizes = {"hidden": 256, "ffn": 256, "n_heads": 4, "head_dim": 64}
+    model = families.gguf(
+        tmp_path / "a.gguf", family, kind="Q4_K", embedding="Q6_K", **sizes
+    )
+    expected = model.logits(IDS)
+    got = llama.logits(model.path, IDS.tolist())
+    spread = np.sqrt(np.mean((got - expected) ** 2)) / expected.std()
+    assert spread < 0.1
+
+
 @pytest.mark.parametrize("kind", families.FILE_TYPES)
 def test_blocks_come_back_as_the_numbers_they_stand_for(kind: str) -> None:
     values = np.random.default_rng(1).standard_normal((6, 512)).astype(np.float32)

@@ -14,6 +14,7 @@ import pytest
 from edgespec.bundle import open_bundle
 from edgespec.errors import EdgeSpecError, FormatError, ModelNotFoundError, UsageError
 from edgespec.inspection import inspect_file
+from edgespec.targets.onnx import OnnxTarget
 from edgespec_export import check, gguf_file, onnx_graph, pipeline
 from edgespec_export.weights import Origin
 from tests.export import checkpoints
@@ -131,6 +132,9 @@ def test_bundles_of_the_other_families(tmp_path: Path, family: str, kind: str) -
     assert inspect_file(bundle.path_of("target.gguf")).architecture == (
         bundle.manifest.architecture
     )
+    target = OnnxTarget(bundle.path_of("target.onnx"), context=64, threads=1)
+    assert target.capabilities.row_invariant
+    target.close()
 
 
 def test_without_check(tmp_path: Path, source: Path) -> None:
