@@ -1,4 +1,4 @@
-"""From a MODEL argument to a bundle, fetched and exported on first use.
+"""From a MODEL argument to its files: fetched, and made a bundle of, on first use.
 
 The names of the bundle's own modules are here too: `manifest` states the format,
 `bundle_files` opens, checks and writes.
@@ -6,15 +6,18 @@ The names of the bundle's own modules are here too: `manifest` states the format
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import importlib
 import importlib.util
+import os
 import shutil
-from collections.abc import Callable
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from edgespec import hub, models
+from edgespec import gguf_header, gguf_model, hub, models, tokenizer_gguf
 from edgespec.bundle_files import (
     Bundle,
     describe_file,
@@ -28,8 +31,13 @@ from edgespec.errors import (
     UnsupportedError,
     UsageError,
 )
+from edgespec.gguf_model import GGUFModel, read_gguf_model
 from edgespec.manifest import (
+    CHAT_TEMPLATE,
+    FORMAT_VERSION,
     MANIFEST,
+    TARGETS,
+    TOKENIZER,
     Architecture,
     CheckEntry,
     Container,
@@ -50,6 +58,7 @@ __all__ = [
     "FileEntry",
     "Generation",
     "Manifest",
+    "Model",
     "OnnxEntry",
     "TokenizerEntry",
     "WeightsEntry",
@@ -59,13 +68,13 @@ __all__ = [
     "write_manifest",
 ]
 
-# Both: the foreign targets read one each.
-FORMATS = ("gguf", "onnx")
+# A bundle, or a .gguf file that serves as one.
+Model = Bundle | GGUFModel
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """What is exported, and what the bundle says of it."""
+    """What a bundle is made of, and what it says of that."""
 
     path: Path
     name: str
@@ -77,16 +86,19 @@ class Checkpoint:
 
 def resolve(
     model: str, *, offline: bool = False, progress: Progress | None = None
-) -> Bundle:
-    """The bundle that MODEL means.
+) -> Model:
+    """The files that MODEL means.
 
     MODEL is a name of `models/`, `hf:ORG/REPO[:QUANT]`, a bundle's directory or a .gguf
-    file, looked for in this order ("./NAME" is always a path). All but directories are
-    exported once into the cache, without the check that `edgespec export` makes.
+    file, looked for in this order ("./NAME" is always a path). A GGUF that was fetched
+    becomes a bundle in the cache, its weights linked, not copied; one of shards, or of
+    yours, is used where it lies. A safetensors checkpoint is exported into the cache,
+    without the check that `edgespec export` makes.
 
     Raises:
         ModelNotFoundError: no such path, or no source could be reached.
         UsageError: neither a path nor a known name.
+        FormatError, UnsupportedError: a GGUF whose words cannot be read.
         UnsupportedError: exporting is needed and the `[export]` extra is missing.
     """
     report = progress or silent
@@ -100,7 +112,7 @@ def resolve(
     if path.is_dir():
         return open_bundle(path)
     if path.is_file() and path.suffix == ".gguf":
-        return _from_file(path, report)
+        return read_gguf_model(path)
     if path.exists():
         raise UsageError(
             f"{path}: expected a bundle directory or a .gguf file; "
@@ -119,74 +131,130 @@ def exporter_key() -> str:
     spec = importlib.util.find_spec("edgespec_export")
     if spec is None or not spec.submodule_search_locations:
         raise EdgeSpecError("edgespec_export is missing; reinstall edgespec")
-    digest = hashlib.sha256()
     package = Path(spec.submodule_search_locations[0])
-    for path in sorted(package.rglob("*.py")):
-        digest.update(path.relative_to(package).as_posix().encode() + b"\0")
-        digest.update(path.read_bytes())
+    files = sorted(package.rglob("*.py"))
+    return _digest_of((path.relative_to(package).as_posix(), path) for path in files)
+
+
+def reader_key() -> str:
+    """Digest of the code that makes a bundle of a GGUF as it is."""
+    files = [
+        Path(module.__file__ or "")
+        for module in (gguf_header, gguf_model, tokenizer_gguf)
+    ]
+    code = _digest_of((path.name, path) for path in files)
+    return f"{FORMAT_VERSION} {code}"
+
+
+def _digest_of(files: Iterable[tuple[str, Path]]) -> str:
+    digest = hashlib.sha256()
+    for name, path in files:
+        digest.update(name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
 
 
-def _from_card(card: models.Card, offline: bool, progress: Progress) -> Bundle:
-    def fetch() -> Checkpoint:
-        return Checkpoint(
-            models.fetch_card(card, offline=offline, progress=progress),
-            card.name,
-            f"hf:{card.origin}",
-            card.file.sha256,
-            card.licence,
-        )
+def _from_card(card: models.Card, offline: bool, progress: Progress) -> Model:
+    def make(directory: Path) -> None:
+        path = models.fetch_card(card, offline=offline, progress=progress)
+        origin, file = f"hf:{card.origin}", card.file
+        checkpoint = Checkpoint(path, card.name, origin, file.sha256, card.licence)
+        _link(checkpoint, directory, progress)
 
-    return _cached(card.name, card.name, card.file.sha256, fetch, progress)
+    return _cached(card.name, f"{card.file.sha256}\0{reader_key()}", make)
 
 
-def _from_hub(reference: hub.HubReference, offline: bool, progress: Progress) -> Bundle:
-    def fetch() -> Checkpoint:
-        got = hub.obtain(reference, offline=offline, progress=progress)
-        origin, licence = f"hf:{reference.repo}", got.listing.licence
-        name = reference.repo.partition("/")[2]
-        return Checkpoint(got.path, name, origin, got.sha256, licence, got.quant)
-
+def _from_hub(reference: hub.HubReference, offline: bool, progress: Progress) -> Model:
     # A commit fetched before is used without asking; `models get` looks for newer.
     listing = hub.saved_listing(reference) or hub.refresh(reference, offline)
+    files = hub.choose(listing, reference.quant)
+    name, origin = reference.repo.partition("/")[2], f"hf:{reference.repo}"
     stem = models.bundle_stem(reference.repo)
     if reference.quant:
         stem += f"--{reference.quant.lower()}"
-    return _cached(f"hf:{reference.repo}", stem, listing.revision, fetch, progress)
+    is_gguf = files[0].endswith(".gguf")
+    if is_gguf and len(files) > 1:
+        path = hub.present(reference, listing, files)
+        if path is None:
+            got = hub.obtain(reference, offline=offline, progress=progress)
+            path, listing = got.path, got.listing
+        return read_gguf_model(
+            path, name=name, origin=origin, licence=listing.licence, stem=stem
+        )
+
+    def make(directory: Path) -> None:
+        if not is_gguf:
+            _require_exporter(f"hf:{reference.repo}")
+        got = hub.obtain(reference, offline=offline, progress=progress)
+        licence = got.listing.licence
+        checkpoint = Checkpoint(got.path, name, origin, got.sha256, licence, got.quant)
+        (_link if is_gguf else _export)(checkpoint, directory, progress)
+
+    key = reader_key() if is_gguf else exporter_key()
+    return _cached(stem, f"{listing.revision}\0{key}", make)
 
 
-def _from_file(path: Path, progress: Progress) -> Bundle:
-    path = path.resolve()
-    status = path.stat()
-    identity = f"{path}\0{status.st_size}\0{status.st_mtime_ns}\0{status.st_ino}"
-    checkpoint = Checkpoint(path, path.stem, path.name)
-    stem = models.file_stem(path)
-    return _cached(path.name, stem, identity, lambda: checkpoint, progress)
-
-
-def _cached(
-    model: str,
-    stem: str,
-    identity: str,
-    fetch: Callable[[], Checkpoint],
-    progress: Progress,
-) -> Bundle:
-    """The bundle of this identity made by this exporter; others of the stem go away."""
-    key = hashlib.sha256(f"{identity}\0{exporter_key()}".encode()).hexdigest()
+def _cached(stem: str, identity: str, make: Callable[[Path], None]) -> Bundle:
+    """The bundle of this identity, made if need be; others of the stem go away."""
+    key = hashlib.sha256(identity.encode()).hexdigest()
     directory = home() / "bundles" / f"{stem}-{key[: models.KEY_DIGITS]}"
     # A bundle appears at once: one that is there needs no lock, nor a writable cache.
-    if (directory / MANIFEST).exists():
-        return open_bundle(directory)
-    with locked(directory):
-        if not (directory / MANIFEST).exists():
-            _require_exporter(model)
-            for killed in models.unfinished(directory.name):
-                shutil.rmtree(killed, ignore_errors=True)
-            _export(fetch(), directory, progress)
-            for other in models.bundles_of(stem):
-                if other != directory:
-                    shutil.rmtree(other, ignore_errors=True)
-    return open_bundle(directory)
+    if not (directory / MANIFEST).exists():
+        with locked(directory):
+            if not (directory / MANIFEST).exists():
+                for killed in models.unfinished(directory.name):
+                    shutil.rmtree(killed, ignore_errors=True)
+                make(directory)
+                for other in models.bundles_of(stem):
+                    if other != directory:
+                        shutil.rmtree(other, ignore_errors=True)
+    return replace(open_bundle(directory), stem=stem)
+
+
+def _link(checkpoint: Checkpoint, directory: Path, progress: Progress) -> None:
+    """A bundle of a GGUF file: the same file, its words and a manifest beside it."""
+    model = read_gguf_model(
+        checkpoint.path,
+        name=checkpoint.name,
+        origin=checkpoint.origin,
+        sha256=checkpoint.sha256,
+        licence=checkpoint.licence,
+    )
+    weights = TARGETS["gguf"]
+    work = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
+    try:
+        _link_or_copy(checkpoint.path, work / weights, progress)
+        (work / TOKENIZER).write_text(model.tokenizer_json, encoding="utf-8")
+        if model.chat_template is not None:
+            (work / CHAT_TEMPLATE).write_text(model.chat_template, encoding="utf-8")
+        names = sorted(path.name for path in work.iterdir())
+        files = {
+            name: describe_file(
+                work / name, checkpoint.sha256 if name == weights else None
+            )
+            for name in names
+        }
+        write_manifest(work, replace(model.manifest, files=files))
+        os.chmod(work, 0o755)
+        work.rename(directory)
+    except BaseException as error:
+        shutil.rmtree(work, ignore_errors=True)
+        if isinstance(error, OSError) and not isinstance(error, EdgeSpecError):
+            is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            why = "no space left on the device" if is_full else str(error)
+            raise EdgeSpecError(
+                f"{directory}: cannot write the bundle: {why}"
+            ) from error
+        raise
+
+
+def _link_or_copy(source: Path, target: Path, progress: Progress) -> None:
+    try:
+        os.link(source.resolve(), target)
+    except OSError:  # another file system, or one without links
+        size = source.stat().st_size
+        progress(f"copy {source.name}", 0, size)
+        shutil.copyfile(source, target)
+        progress(f"copy {source.name}", size, size)
 
 
 def _require_exporter(model: str) -> None:
@@ -204,18 +272,16 @@ def _export(checkpoint: Checkpoint, directory: Path, progress: Progress) -> None
     from edgespec_export.pipeline import export
     from edgespec_export.weights import Origin
 
-    is_gguf = checkpoint.path.suffix == ".gguf"
     export(
         checkpoint.path,
         directory,
-        formats=FORMATS,
         quant=checkpoint.quant,
         check=False,
         progress=progress,
         name=checkpoint.name,
         origin_override=Origin(
             checkpoint.origin,
-            "gguf" if is_gguf else "safetensors",
+            "safetensors",
             checkpoint.sha256,
             checkpoint.licence,
         ),

@@ -17,6 +17,7 @@ from edgespec.manifest import (
     FORMAT_VERSION,
     MANIFEST,
     MANIFEST_LIMIT,
+    TARGETS,
     TOKENIZER,
     FileEntry,
     Manifest,
@@ -35,6 +36,7 @@ class Bundle:
 
     directory: Path
     manifest: Manifest
+    stem: str | None = None  # what the cache calls it, None: it is not of the cache
 
     def path_of(self, name: str) -> Path:
         """The checked file, after its data files ("target.onnx" -> "target.onnx.data").
@@ -43,8 +45,14 @@ class Bundle:
         """
         if name not in self.manifest.files:
             listed = ", ".join(sorted(self.manifest.files))
+            advice = ""
+            if name in TARGETS.values() and TARGETS["gguf"] in self.manifest.files:
+                advice = (
+                    f"; to make one: edgespec export {self.directory / TARGETS['gguf']}"
+                    f" -o DIR --format {'onnx' if 'onnx' in name else 'packed'}"
+                )
             raise FormatError(
-                f"{self.directory}: no {name} in this bundle, only {listed}"
+                f"{self.directory}: no {name} in this bundle, only {listed}{advice}"
             )
         for other, entry in self.manifest.files.items():
             if other == name or other.startswith(name + "."):
@@ -92,9 +100,9 @@ def open_bundle(path: Path) -> Bundle:
     return Bundle(path, parse_manifest(manifest_path.read_bytes(), str(manifest_path)))
 
 
-def describe_file(path: Path) -> FileEntry:
-    """The entry that `files` needs for a file."""
-    return FileEntry(sha256=sha256_of(path), size=path.stat().st_size)
+def describe_file(path: Path, sha256: str | None = None) -> FileEntry:
+    """The entry that `files` needs for a file; its checksum may be known already."""
+    return FileEntry(sha256=sha256 or sha256_of(path), size=path.stat().st_size)
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:

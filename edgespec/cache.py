@@ -2,7 +2,8 @@
 
     HOME/models/NAME/         files of a known model, as fetched
     HOME/hub/ORG--REPO/       files of a hub repository, and listing.json
-    HOME/bundles/NAME-KEY/    bundles exported on first use
+    HOME/bundles/NAME-KEY/    bundles made on first use
+    HOME/packed/NAME-KEY...   packed copies of models that are slow to pack
 
 HOME is $EDGESPEC_HOME, else $XDG_CACHE_HOME/edgespec, else ~/.cache/edgespec.
 """
@@ -85,6 +86,12 @@ def sha256_of(path: Path, progress: Progress = silent) -> str:
     return digest.hexdigest()
 
 
-def size_of(directory: Path) -> int:
-    """Bytes in all files under a directory; 0 when there is none."""
-    return sum(p.lstat().st_size for p in directory.rglob("*") if p.is_file())
+def size_of(*places: Path) -> int:
+    """Bytes in these files and all under these directories, linked ones once."""
+    files: dict[tuple[int, int], int] = {}
+    for place in places:
+        for path in [place, *place.rglob("*")]:
+            if path.is_file():
+                status = path.lstat()
+                files[status.st_dev, status.st_ino] = status.st_size
+    return sum(files.values())

@@ -45,17 +45,23 @@ class Speculation:
 class Runtime:
     """Where and with what resources the target runs."""
 
-    backend: str = "auto"  # auto | onnx | llamacpp
+    backend: str = "auto"  # auto | native | onnx | llamacpp
     threads: int | None = None  # None: usable cores (affinity and cgroup quota)
     context: int | None = None  # None: min(DEFAULT_CONTEXT, the model's limit)
     prefill_chunk: int = 256  # rows of one prefill forward
+    # Of the native backend alone:
+    kv: str = "f16"  # f16 | int8: how keys and values are kept
+    window: int | None = None  # None: every position sees all before it
+    sinks: int = 4  # first positions that stay visible beside a window
+    mmap: bool = True  # map the file instead of reading it into memory
+    mlock: bool = False  # keep the weights from being swapped out
 
 
 DEFAULT_CONTEXT = 4096
 
 # By backend: the prior for c(n) / c(1) = 1 + slope * (n - 1) until rounds are timed,
 # and the cost itself where timing must not decide (an explicit seed).
-COST_SLOPE = {"onnx": 0.3, "llamacpp": 0.5}
+COST_SLOPE = {"native": 0.06, "onnx": 0.3, "llamacpp": 0.5}
 FALLBACK_COST_SLOPE = 0.4
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-CGROUP_ROOT = Path("/sys/fs/cgroup")
-PROC_CGROUP = Path("/proc/self/cgroup")
+from edgespec import cgroups
 
 
 def usable_cores() -> int:
@@ -17,7 +16,7 @@ def usable_cores() -> int:
 
 
 def cgroup_quota(
-    root: Path = CGROUP_ROOT, membership: Path = PROC_CGROUP
+    root: Path = cgroups.ROOT, membership: Path = cgroups.MEMBERSHIP
 ) -> float | None:
     """The tightest CPU quota, in cores, of this process' cgroups and their parents.
 
@@ -26,7 +25,7 @@ def cgroup_quota(
     """
     quotas = [
         quota
-        for directory in _cgroup_directories(root, membership)
+        for directory in cgroups.directories("cpu", root, membership)
         if (quota := _quota_v2(directory) or _quota_v1(directory)) is not None
     ]
     return min(quotas, default=None)
@@ -36,31 +35,6 @@ def _affinity() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-def _cgroup_directories(root: Path, membership: Path) -> list[Path]:
-    try:
-        lines = membership.read_text().splitlines()
-    except OSError:
-        lines = []
-    # Inside a container the path may name a directory that only the host sees; the
-    # mount itself is then the container's own group, so the bases are always looked at
-    # too.
-    found = [root, root / "cpu", root / "cpu,cpuacct"]
-    for line in lines:
-        hierarchy, controllers, path = [*line.split(":", 2), "", ""][:3]
-        if hierarchy == "0" and not controllers:
-            bases = [root]
-        elif "cpu" in controllers.split(","):
-            bases = [root / controllers, root / "cpu"]
-        else:
-            continue
-        for base in bases:
-            directory = base / path.lstrip("/")
-            while directory != base and base in directory.parents:
-                found.append(directory)
-                directory = directory.parent
-    return found
 
 
 def _quota_v2(directory: Path) -> float | None:

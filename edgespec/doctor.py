@@ -16,9 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from edgespec import _native, cache, cpu, machine
+from edgespec import _native, cache, cpu, machine, ram
 from edgespec.machine import Rates
+from edgespec.errors import EdgeSpecError
 from edgespec.progress import Progress, silent
+from edgespec.targets.base import Target
 from edgespec.tiny import tiny_gguf, tiny_graph
 from edgespec.tree.shape import from_record
 from edgespec.version import __version__
@@ -49,13 +51,15 @@ class Diagnosis:
     native_version: str
     native_abi: int
     native_path: str
+    kernels: tuple[str, ...]  # variants this processor runs, best first
+    kernel: str | None  # the one the native backend took
     usable_cores: int
     affinity_cores: int | None
     cgroup_quota: float | None
     machine_cores: int | None
     rates: Rates
     memory_total: int | None
-    memory_available: int | None
+    memory_available: int | None  # under every cgroup limit too
     backends: tuple[Backend, ...]
     cache_path: str
     cache_bytes: int
@@ -71,6 +75,7 @@ def diagnose(*, offline: bool = False, progress: Progress = silent) -> Diagnosis
     """Looks at everything; takes a second or two, the hub's timeout apart."""
     steps: dict[str, Callable[[], Any]] = {
         "measure the processor": lambda: machine.measure(cpu.usable_cores()),
+        "try native": try_native,
         "try onnx": try_onnx,
         "try llamacpp": try_llamacpp,
         "look for the hub": lambda: look_for_hub(offline),
@@ -80,7 +85,7 @@ def diagnose(*, offline: bool = False, progress: Progress = silent) -> Diagnosis
         progress(f"doctor: {name}", 0, 1)
         results.append(step())
         progress(f"doctor: {name}", 1, 1)
-    rates, onnx, llamacpp, hub = results
+    rates, (native, kernel), onnx, llamacpp, hub = results
     sizes = machine.memory_bytes()
     home = cache.home()
     existing = next(p for p in (home, *home.parents) if p.exists())
@@ -93,6 +98,8 @@ def diagnose(*, offline: bool = False, progress: Progress = silent) -> Diagnosis
         native_version=_native.version(),
         native_abi=_native.ABI,
         native_path=str(_native.library_path()),
+        kernels=tuple(_native.cpu_variants()),
+        kernel=kernel,
         usable_cores=cpu.usable_cores(),
         affinity_cores=(
             len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
@@ -101,8 +108,8 @@ def diagnose(*, offline: bool = False, progress: Progress = silent) -> Diagnosis
         machine_cores=os.cpu_count(),
         rates=rates,
         memory_total=sizes[0] if sizes else None,
-        memory_available=sizes[1] if sizes else None,
-        backends=(onnx, llamacpp),
+        memory_available=ram.available(),
+        backends=(native, onnx, llamacpp),
         cache_path=str(home),
         cache_bytes=cache.size_of(home) if home.is_dir() else 0,
         cache_free=shutil.disk_usage(existing).free,
@@ -136,6 +143,36 @@ def look_for_hub(offline: bool) -> str:
         return f"not reachable: {endpoint}: {reason}"
 
 
+def try_native() -> tuple[Backend, str | None]:
+    """Forwards a branching tree of a tiny model; also the kernel variant it took."""
+    from edgespec.targets.native import NativeTarget
+
+    threads = cpu.usable_cores()
+    version = _native.version()
+    try:
+        with tempfile.TemporaryDirectory() as directory:
+            path = Path(directory, "tiny.gguf")
+            path.write_bytes(tiny_gguf())
+            target = NativeTarget(path, context=32, threads=threads)
+            kernel = target.info.cpu
+            _run_tree(target)
+    except (EdgeSpecError, OSError, RuntimeError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        return Backend("native", False, version, reason), None
+    detail = f"ran a tree with {threads} threads and {kernel} kernels"
+    return Backend("native", True, version, detail), kernel
+
+
+def _run_tree(target: Target) -> None:
+    try:
+        target.prefill(np.array([1, 2, 3], dtype=np.int32))
+        logits = target.forward(from_record([-1, 0, 0], [0, 0, 1], where="doctor"))
+        if not np.isfinite(logits).all():
+            raise RuntimeError(f"{target.name} computes NaN")
+    finally:
+        target.close()
+
+
 def try_onnx() -> Backend:
     """Runs the 4-bit matrix product our graphs are made of, on a tiny graph."""
 
@@ -164,15 +201,7 @@ def try_llamacpp() -> Backend:
         with tempfile.TemporaryDirectory() as directory:
             path = Path(directory, "tiny.gguf")
             path.write_bytes(tiny_gguf())
-            target = LlamaCppTarget(path, context=32, threads=1)
-            try:
-                target.prefill(np.array([1, 2, 3], dtype=np.int32))
-                tree = from_record([-1, 0, 0], [0, 0, 1], where="doctor")
-                logits = target.forward(tree)
-                if not np.isfinite(logits).all():
-                    raise RuntimeError("llama.cpp computes NaN")
-            finally:
-                target.close()
+            _run_tree(LlamaCppTarget(path, context=32, threads=1))
         info = llama.llama_print_system_info().decode("utf-8", "replace")
         found = [part.strip() for part in info.replace("CPU :", "").split("|")]
         names = [part.split()[0] for part in found if part.endswith("= 1")]

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from edgespec._native import NativeStats
     from edgespec.drafts.base import Drafter
-    from edgespec.targets.base import Target
+    from edgespec.targets.base import RoundTarget, Target
 
 
 def check_speculation(speculation: Speculation) -> Tree | None:
@@ -47,7 +47,7 @@ class Step:
 
     tokens: NDArray[np.int32]  # (m,)
     drafted: tuple[bool, ...]  # (m,) accepted from the draft
-    logits: NDArray[np.float32]  # (n, vocab), valid until the next step
+    logits: NDArray[np.float32] | None  # (n, vocab), valid until the next step
     rows: NDArray[np.int32]  # (m,) the row of logits that decided each token
     finish: str | None  # stop | length | context, None: it goes on
 
@@ -79,6 +79,7 @@ class Engine:
         self.draft = native_draft(speculation.draft)
         self.drafter = drafter
         self.is_speculating = True
+        self.keeps_logits = True  # whether a step gives them; may change in between
         self.evaluated = 0  # prompt tokens forwarded by the last begin
         self.eos = tuple(eos)
         self._tree: str | Tree = "auto" if shape is None else shape
@@ -166,7 +167,10 @@ class Engine:
             proposed = self.drafter.propose(core.tokens)
             if proposed is not None:
                 core.propose(proposed)
-        tree = core.begin(DRAFT if self.is_speculating else PLAIN)
+        kind = DRAFT if self.is_speculating else PLAIN
+        if target.capabilities.rounds:
+            return self._run_round(core, kind)
+        tree = core.begin(kind)
         started = time.perf_counter()
         logits = target.forward(tree)
         seconds = time.perf_counter() - started
@@ -179,9 +183,7 @@ class Engine:
         """Keeps `length` tokens of the sequence, and no KV beyond them."""
         core = self._open_core
         core.abandon()
-        if length < self.target.length:
-            self.target.truncate(length)
-        del self._resident[self.target.length :]
+        self._keep_rows(length)
         if length < core.length:
             core.truncate(length)
 
@@ -242,9 +244,8 @@ class Engine:
         """Forwards the part of the prompt that is not in the KV cache, in chunks."""
         target = self.target
         held = self._resident[: target.length]
-        reused = min(_common_prefix(held, prompt), len(prompt) - 1)
-        target.truncate(reused)
-        self._resident = list(prompt[:reused])
+        self._keep_rows(min(_common_prefix(held, prompt), len(prompt) - 1))
+        reused = target.length
         # The last token goes alone where the number of rows changes the bits, so that
         # the same prompt gives the same logits whether its KV rows are there already or
         # not.
@@ -258,6 +259,30 @@ class Engine:
             self._resident += chunk.tolist()
             logits = target.prefill(chunk)
         return logits
+
+    def _keep_rows(self, length: int) -> None:
+        """Keeps `length` KV rows, or none where a window has lost what they see."""
+        if length < self.target.length:
+            try:
+                self.target.truncate(length)
+            except ContextError:
+                self.target.truncate(0)
+        del self._resident[self.target.length :]
+
+    def _run_round(self, core: NativeSession, kind: int) -> Step:
+        """A round that the target runs by itself, KV rows committed."""
+        target = cast("RoundTarget", self.target)
+        ran, logits = target.run_round(core, kind, keeps_logits=self.keeps_logits)
+        self._resident += ran.committed
+        drafted = [True] * len(ran.tokens)
+        drafted[-1] = ran.is_last_drafted
+        return Step(
+            np.array(ran.tokens, np.int32),
+            tuple(drafted),
+            logits,
+            np.array(ran.rows, np.int32),
+            ran.finish,
+        )
 
     def _step(self, tree: Tree, verdict: Round, logits: NDArray[np.float32]) -> Step:
         drafted = tuple(

@@ -4,26 +4,20 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import http.client
 import json
 import os
 import re
 import shutil
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from edgespec.cache import CHUNK, sha256_of
+from edgespec.cache import sha256_of
 from edgespec.errors import FormatError, ModelNotFoundError
 from edgespec.progress import Progress, silent
-from edgespec.version import __version__
 
-CONNECT_SECONDS = 4.0  # a hub that cannot be reached must not hold up the next source
-READ_SECONDS = 30.0
 ATTEMPTS = 5  # without a single new byte in between
 
 
@@ -39,40 +33,22 @@ class FetchError(ModelNotFoundError):
     """One address that could not be fetched, and why, in one line."""
 
 
-class _Interrupted(Exception):
-    pass
+class Interrupted(Exception):
+    """A transfer that broke off; what has arrived stays."""
 
 
-class _HttpConnection(http.client.HTTPConnection):
-    def connect(self) -> None:
-        self.timeout = CONNECT_SECONDS
-        super().connect()
-        self.sock.settimeout(READ_SECONDS)
-
-
-class _HttpsConnection(http.client.HTTPSConnection):
-    def connect(self) -> None:
-        self.timeout = CONNECT_SECONDS
-        super().connect()
-        self.sock.settimeout(READ_SECONDS)
-
-
-class _HttpHandler(urllib.request.HTTPHandler):
-    def http_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
-        return self.do_open(_HttpConnection, req)
-
-
-class _HttpsHandler(urllib.request.HTTPSHandler):
-    def https_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
-        return self.do_open(_HttpsConnection, req)
+class RangeError(Exception):
+    """A server without the part that was asked for."""
 
 
 def fetch_json(url: str, headers: Mapping[str, str] | None = None) -> Any:
     """A JSON document. Raises FetchError."""
+    from edgespec.http import open_url
+
     try:
-        with _open(url, headers or {}) as response:
+        with open_url(url, headers or {}) as response:
             return json.loads(response.read(64 << 20))
-    except _Interrupted as error:
+    except Interrupted as error:
         raise FetchError(f"{url}: {error}") from None
     except (ValueError, RecursionError) as error:
         raise FetchError(f"{url}: the answer is not JSON: {error}") from None
@@ -106,7 +82,7 @@ def download(
             try:
                 _transfer(url, part, expected, headers or {}, label, progress)
                 break
-            except _Interrupted as error:
+            except Interrupted as error:
                 failures = 0 if _size(part) > before else failures + 1
                 if (before == 0 and failures) or failures >= ATTEMPTS:
                     raise FetchError(f"{url}: {error}") from None
@@ -165,6 +141,8 @@ def _transfer(
     progress: Progress,
 ) -> None:
     """One request: appends what is missing to `part`, or starts it again."""
+    from edgespec.http import open_url, read
+
     done = _size(part)
     etag = _read_etag(part, url)
     # Without a strong validator only a known digest tells whether the halves belong
@@ -181,16 +159,16 @@ def _transfer(
         if etag:
             request["If-Range"] = etag
     try:
-        response = _open(url, request)
-    except _RangeError:
+        response = open_url(url, request)
+    except RangeError:
         part.unlink(missing_ok=True)
-        raise _Interrupted("the server has another file than before") from None
+        raise Interrupted("the server has another file than before") from None
     with response:
         if response.status != 206:
             done = 0
         elif _range_start(response.headers.get("Content-Range", "")) != done:
             part.unlink(missing_ok=True)
-            raise _Interrupted("the server answered with another range than asked for")
+            raise Interrupted("the server answered with another range than asked for")
         length = response.headers.get("Content-Length", "")
         total = done + int(length) if length.isdecimal() else expected.size or 0
         require_space(part.parent, max(0, total - done), label)
@@ -199,59 +177,14 @@ def _transfer(
             file.seek(done)
             file.truncate()
             progress(label, done, total)
-            while chunk := _read(response):
+            while chunk := read(response):
                 file.write(chunk)
                 done += len(chunk)
                 if expected.size is not None and done > expected.size:
                     return  # not the file; the size check says so
                 progress(label, done, total)
         if total and done < total:
-            raise _Interrupted(f"the connection closed after {done} of {total} bytes")
-
-
-class _RangeError(Exception):
-    pass
-
-
-def _open(url: str, headers: Mapping[str, str]) -> http.client.HTTPResponse:
-    opener = urllib.request.build_opener(_HttpHandler, _HttpsHandler)
-    if not url.startswith(("http://", "https://")):
-        raise FetchError(f"{url}: expected an address that begins with https://")
-    request = urllib.request.Request(
-        url, headers={"User-Agent": f"edgespec/{__version__}"}
-    )
-    for name, value in headers.items():
-        # Unredirected: a token is for the hub, not for the store it points to.
-        if name == "Authorization":
-            request.add_unredirected_header(name, value)
-        else:
-            request.add_header(name, value)
-    try:
-        response: http.client.HTTPResponse = opener.open(request)
-    except urllib.error.HTTPError as error:
-        error.close()
-        if error.code == 416:
-            raise _RangeError from None
-        advice = {401: "; is HF_TOKEN needed?", 403: "; is HF_TOKEN needed?"}
-        raise FetchError(
-            f"{url}: HTTP {error.code} {error.reason}{advice.get(error.code, '')}"
-        ) from None
-    except urllib.error.URLError as error:
-        raise FetchError(f"{url}: cannot be reached: {error.reason}") from None
-    except (OSError, http.client.HTTPException) as error:
-        raise FetchError(f"{url}: cannot be reached: {_reason(error)}") from None
-    return response
-
-
-def _read(response: http.client.HTTPResponse) -> bytes:
-    try:
-        return response.read(CHUNK // 4)
-    except (OSError, http.client.HTTPException) as error:
-        raise _Interrupted(f"the connection broke: {_reason(error)}") from None
-
-
-def _reason(error: Exception) -> str:
-    return str(error) or type(error).__name__
+            raise Interrupted(f"the connection closed after {done} of {total} bytes")
 
 
 def _range_start(header: str) -> int:

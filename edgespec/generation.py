@@ -134,6 +134,7 @@ class Generation(Iterator[Delta]):
 
     def _begin(self, max_new: int) -> Step:
         started = time.perf_counter()
+        self._engine.keeps_logits = self._request.logprobs > 0
         step = self._engine.begin(
             self._prompt,
             self._request.params,
@@ -157,7 +158,9 @@ class Generation(Iterator[Delta]):
         for token, is_drafted, row in zip(
             step.tokens.tolist(), step.drafted, step.rows, strict=True
         ):
-            entry = top_logprobs(step.logits[row], token, count) if count else None
+            entry = None
+            if count and step.logits is not None:
+                entry = top_logprobs(step.logits[row], token, count)
             self._emitted.append(token)
             text += transcript.push(token, is_drafted, entry, is_silent=token in eos)
             if transcript.is_stopped:

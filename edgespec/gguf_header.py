@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -187,6 +187,25 @@ def check_shards(files: list[GGUFFile]) -> None:
                 f"{file.path}: expected split.no {k}, got "
                 f"{file.metadata.get('split.no')}"
             )
+
+
+def logical_tensors(file: GGUFFile) -> list[TensorInfo]:
+    """The tensors as a model has them: tiles of a packed file by their own shape."""
+    metadata = file.metadata
+    if "edgespec.packed.version" not in metadata:
+        return list(file.tensors)
+    columns = [
+        metadata.get(f"edgespec.packed.{key}", ())
+        for key in ("names", "types", "rows", "cols")
+    ]
+    found = []
+    shapes = {name: row for name, *row in zip(*columns, strict=False)}
+    for tensor in file.tensors:
+        kind, rows, cols = shapes.get(tensor.name, (-1, 0, 0))
+        if kind in TENSOR_TYPES:
+            tensor = replace(tensor, shape=(rows, cols), kind=TENSOR_TYPES[kind][0])
+        found.append(tensor)
+    return found
 
 
 def _place(

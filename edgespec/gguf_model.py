@@ -10,7 +10,13 @@ from typing import Any
 
 from edgespec import tokenizer_gguf
 from edgespec.errors import FormatError, UnsupportedError
-from edgespec.gguf_header import TensorInfo, check_shards, open_gguf, shards
+from edgespec.gguf_header import (
+    TensorInfo,
+    check_shards,
+    logical_tensors,
+    open_gguf,
+    shards,
+)
 from edgespec.manifest import (
     TARGETS,
     Architecture,
@@ -90,7 +96,7 @@ def read_gguf_model(
     files = [open_gguf(file) for file in paths]
     check_shards(files)
     where, metadata = str(path), files[0].metadata
-    tensors = [tensor for file in files for tensor in file.tensors]
+    tensors = [tensor for file in files for tensor in logical_tensors(file)]
     words = read_words(metadata, where)
     generation = Generation(words.temperature, words.top_p)
     manifest = Manifest(

@@ -10,7 +10,7 @@ import json
 import os
 import re
 import urllib.parse
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -132,6 +132,15 @@ def obtain(
         sha256=listing.files[weights[0]].sha256 if len(weights) == 1 else None,
         quant=None if is_gguf else reference.quant and reference.quant.lower(),
     )
+
+
+def present(
+    reference: HubReference, listing: Listing, names: Sequence[str]
+) -> Path | None:
+    """The first of these files, when all of them have been fetched."""
+    directory = reference.directory
+    is_whole = all(_is_present(directory / n, listing.files[n]) for n in names)
+    return directory / names[0] if is_whole else None
 
 
 def choose(listing: Listing, quant: str | None) -> list[str]:

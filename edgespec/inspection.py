@@ -7,23 +7,30 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from edgespec.bundle import Bundle
+from edgespec.bundle import Model
 from edgespec.config import DEFAULT_CONTEXT, Runtime
 from edgespec.errors import (
+    EdgeSpecError,
     FormatError,
     ModelNotFoundError,
     UnsupportedError,
     UsageError,
 )
-from edgespec.gguf_header import open_gguf
+from edgespec.gguf_header import (
+    check_shards,
+    logical_tensors,
+    open_gguf,
+    shards,
+)
 from edgespec.gguf_model import read_architecture
-from edgespec.manifest import Architecture
+from edgespec.manifest import TARGETS, Architecture
 from edgespec.tree.topology import MAX_ROWS, Tree
 
 if TYPE_CHECKING:
     from edgespec.machine import Rates
 
-KV_BYTES = {"onnx": 4, "gguf": 2}  # of one value: float32, and llama.cpp's float16
+# Of one value: ONNX graphs keep float32, the native engine and llama.cpp float16.
+KV_BYTES = {"onnx": 4, "gguf": 2, "packed": 2}
 EMBEDDINGS = {"Gather", "GatherBlockQuantized"}  # ops that read rows, not whole tables
 
 
@@ -80,20 +87,20 @@ class Inspection:
     tree: Tree | None  # stored with the model
 
 
-def inspect_bundle(bundle: Bundle) -> Inspection:
+def inspect_bundle(bundle: Model) -> Inspection:
     """Reads a bundle: its manifest, and its containers where readers are installed."""
     layouts: dict[str, Layout] = {}
     tree = None
-    readers = {"gguf": read_gguf, "onnx": read_onnx}
+    readers = {"gguf": read_gguf, "packed": read_gguf, "onnx": read_onnx}
     for container, stored in bundle.manifest.quantisation.items():
-        file = f"target.{container}"
+        file = TARGETS[container]
         try:
             found = readers[container](bundle.path_of(file))
         except ImportError:
             types = {name: TypeUse(n, None) for name, n in stored.types.items()}
             layout = Layout(file, stored.bytes, types, None, None, stored.note)
         else:
-            layout = found.layouts[container]
+            (layout,) = found.layouts.values()
             layout = Layout(**{**_fields(layout), "note": stored.note})
             tree = tree or found.tree
         layouts[container] = layout
@@ -125,13 +132,15 @@ def inspect_file(path: Path) -> Inspection:
 
 
 def read_gguf(path: Path) -> Inspection:
-    """A GGUF file by its header."""
-    file = open_gguf(path)
-    metadata = file.metadata
-    names = {tensor.name for tensor in file.tensors}
+    """A GGUF file, or all its shards, by the headers."""
+    files = [open_gguf(shard) for shard in shards(path)]
+    check_shards(files)
+    metadata = files[0].metadata
+    tensors = [tensor for file in files for tensor in logical_tensors(file)]
+    names = {tensor.name for tensor in tensors}
     types: dict[str, TypeUse] = {}
     read = macs = 0
-    for tensor in file.tensors:
+    for tensor in tensors:
         use = types.get(tensor.kind, TypeUse(0, 0))
         types[tensor.kind] = TypeUse(use.tensors + 1, (use.bytes or 0) + tensor.n_bytes)
         if tensor.name == "token_embd.weight" and "output.weight" in names:
@@ -145,7 +154,7 @@ def read_gguf(path: Path) -> Inspection:
 
     layout = Layout(
         file=path.name,
-        bytes=sum(tensor.n_bytes for tensor in file.tensors),
+        bytes=sum(tensor.n_bytes for tensor in tensors),
         types=types,
         read_bytes=read,
         macs=macs,
@@ -154,7 +163,7 @@ def read_gguf(path: Path) -> Inspection:
     return Inspection(
         name=str(metadata.get("general.name", path.stem)),
         path=path,
-        architecture=read_architecture(metadata, list(file.tensors)),
+        architecture=read_architecture(metadata, tensors),
         layouts={"gguf": layout},
         tree=_stored_tree(metadata, str(path)),
     )
@@ -216,8 +225,16 @@ def default_context(architecture: Architecture) -> int:
 
 
 def memory(inspection: Inspection, container: str, context: int) -> Memory:
-    """What running a container at a context takes; UsageError without sizes."""
+    """What running a container at a context takes; UsageError without sizes.
+
+    Of a GGUF, what the native engine says; an estimate for what it does not run.
+    """
     shape = _shape(inspection)
+    kv = kv_row_bytes(shape, container) * context
+    if container != "onnx":
+        native = _native_memory(inspection, container, context, kv)
+        if native is not None:
+            return native
     rows = min(Runtime().prefill_chunk, context)
     heads = shape.n_heads * shape.head_dim
     activations = rows * (4 * shape.hidden + 3 * shape.ffn + 2 * heads)
@@ -225,9 +242,27 @@ def memory(inspection: Inspection, container: str, context: int) -> Memory:
     logits = MAX_ROWS * shape.vocab
     return Memory(
         weights=inspection.layouts[container].bytes,
-        kv=kv_row_bytes(shape, container) * context,
+        kv=kv,
         buffers=4 * (activations + attention + logits),
     )
+
+
+def _native_memory(
+    inspection: Inspection, container: str, context: int, kv: int
+) -> Memory | None:
+    from edgespec._native import NativeModel, target_memory
+
+    path = inspection.path
+    if path.is_dir():
+        path = path / TARGETS[container]
+    try:
+        model = NativeModel(path, threads=1)
+        needed = target_memory(model, context=context)
+    except EdgeSpecError:
+        return None
+    weights = model.info.weight_bytes
+    model.close()
+    return Memory(weights=weights, kv=min(kv, needed), buffers=max(0, needed - kv))
 
 
 def kv_row_bytes(shape: Architecture, container: str) -> int:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from edgespec.bundle import Bundle, resolve
+from edgespec import packed_copy
+from edgespec.bundle import Model, resolve
 from edgespec.chat import ChatTemplate
 from edgespec.config import DEFAULT_CONTEXT, Runtime, Speculation
 from edgespec.cpu import usable_cores
 from edgespec.engine import check_speculation
-from edgespec.errors import EdgeSpecError, FormatError, UsageError
-from edgespec.progress import Progress
+from edgespec.errors import EdgeSpecError, FormatError, UnsupportedError, UsageError
+from edgespec.manifest import TARGETS
+from edgespec.progress import Progress, silent
 from edgespec.session import Session
 from edgespec.targets.base import Target
 from edgespec.tokenizer import Tokenizer
 
-BACKENDS = ("auto", "onnx", "llamacpp")
+BACKENDS = ("auto", "native", "onnx", "llamacpp")
+KV_TYPES = ("f16", "int8")
 MOST_THREADS = 256  # thousands are minutes of starting them, and then a crash
 
 
@@ -36,17 +39,20 @@ def load(
     speculation = speculation or Speculation()
     check_speculation(speculation)
     check_runtime(runtime)
-    bundle = resolve(str(model), offline=offline, progress=progress)
-    return open_session(bundle, runtime=runtime, speculation=speculation)
+    found = resolve(str(model), offline=offline, progress=progress)
+    return open_session(
+        found, runtime=runtime, speculation=speculation, progress=progress
+    )
 
 
 def open_session(
-    bundle: Bundle,
+    bundle: Model,
     *,
     runtime: Runtime | None = None,
     speculation: Speculation | None = None,
+    progress: Progress | None = None,
 ) -> Session:
-    """A session on an opened bundle."""
+    """A session on an opened bundle, or on a .gguf file that serves as one."""
     runtime = runtime or Runtime()
     manifest = bundle.manifest
     entry = manifest.tokenizer
@@ -55,7 +61,7 @@ def open_session(
     )
     template = ChatTemplate(bundle.chat_template, tokenizer)
     generation = manifest.generation
-    target = open_target(bundle, runtime)
+    target = open_target(bundle, runtime, progress)
     try:
         _check_vocabulary(bundle, tokenizer.vocab_size, target)
     except EdgeSpecError:
@@ -74,8 +80,10 @@ def open_session(
     )
 
 
-def open_target(bundle: Bundle, runtime: Runtime) -> Target:
-    """The target a runtime asks for: onnx where there is a graph, else llamacpp."""
+def open_target(
+    bundle: Model, runtime: Runtime, progress: Progress | None = None
+) -> Target:
+    """The target a runtime asks for; by itself onnx where there is a graph."""
     limit = bundle.manifest.architecture.max_position
     check_runtime(runtime, limit)
     context = (
@@ -84,21 +92,68 @@ def open_target(bundle: Bundle, runtime: Runtime) -> Target:
     threads = usable_cores() if runtime.threads is None else runtime.threads
     backend = runtime.backend
     if backend == "auto":
-        backend = "onnx" if "target.onnx" in bundle else "llamacpp"
+        backend = "onnx" if TARGETS["onnx"] in bundle else "native"
+    if backend == "native":
+        return _open_native(bundle, runtime, context, threads, progress or silent)
+    _refuse_native_options(runtime, backend)
     if backend == "onnx":
         from edgespec.targets.onnx import OnnxTarget
 
         return OnnxTarget(
-            bundle.path_of("target.onnx"), context=context, threads=threads
+            bundle.path_of(TARGETS["onnx"]), context=context, threads=threads
         )
     from edgespec.targets.llamacpp import LlamaCppTarget
 
     return LlamaCppTarget(
-        bundle.path_of("target.gguf"), context=context, threads=threads
+        bundle.path_of(TARGETS["gguf"]), context=context, threads=threads
     )
 
 
-def _check_vocabulary(bundle: Bundle, spelt: int, target: Target) -> None:
+def _open_native(
+    bundle: Model, runtime: Runtime, context: int, threads: int, progress: Progress
+) -> Target:
+    from edgespec.targets.native import NativeTarget
+
+    form = "packed" if TARGETS["packed"] in bundle else "gguf"
+    path = bundle.path_of(TARGETS[form])
+    can_keep = bundle.stem is not None and form == "gguf"
+    try:
+        return NativeTarget(
+            path,
+            context=context,
+            threads=threads,
+            kv=runtime.kv,
+            window=runtime.window,
+            sinks=runtime.sinks,
+            use_mmap=runtime.mmap,
+            lock=runtime.mlock,
+            packed=packed_copy.place(bundle.stem or "", path) if can_keep else None,
+            progress=progress,
+        )
+    except UnsupportedError as error:
+        others = [
+            f"--backend {name}"
+            for name, container in (("onnx", "onnx"), ("llamacpp", "gguf"))
+            if TARGETS[container] in bundle
+        ]
+        raise UnsupportedError(
+            f"{error}; {' or '.join(others)} may run it" if others else str(error)
+        ) from error
+
+
+def _refuse_native_options(runtime: Runtime, backend: str) -> None:
+    default = Runtime()
+    for name, option in (
+        ("kv", "--kv"),
+        ("window", "--window"),
+        ("mmap", "--no-mmap"),
+        ("mlock", "--mlock"),
+    ):
+        if getattr(runtime, name) != getattr(default, name):
+            raise UsageError(f"{option}: only the native backend has it, not {backend}")
+
+
+def _check_vocabulary(bundle: Model, spelt: int, target: Target) -> None:
     """Weights of another vocabulary would talk, and talk nonsense."""
     stated = bundle.manifest.architecture.vocab
     if target.vocab != stated:
@@ -126,6 +181,7 @@ def check_runtime(runtime: Runtime, limit: int | None = None) -> None:
         ("threads", runtime.threads),
         ("ctx", runtime.context),
         ("prefill_chunk", runtime.prefill_chunk),
+        ("window", runtime.window),
     ):
         if value is not None and value < 1:
             raise UsageError(f"{name}: expected 1 or more, got {value}")
@@ -135,4 +191,20 @@ def check_runtime(runtime: Runtime, limit: int | None = None) -> None:
     if limit is not None and runtime.context is not None and runtime.context > limit:
         raise UsageError(
             f"ctx: expected 1 to {limit}, this model's limit, got {runtime.context}"
+        )
+    if runtime.kv not in KV_TYPES:
+        raise UsageError(f"kv: expected {' or '.join(KV_TYPES)}, got {runtime.kv!r}")
+    if runtime.sinks < 0:
+        raise UsageError(f"sinks: expected 0 or more, got {runtime.sinks}")
+    if runtime.window is None:
+        return
+    if runtime.context is not None:
+        raise UsageError(
+            "ctx: with a window a conversation has no end, and the window alone says "
+            "how much of it is seen; leave one out"
+        )
+    if limit is not None and runtime.window + runtime.sinks >= limit:
+        raise UsageError(
+            f"window: expected window and sinks together below {limit}, this model's "
+            f"limit, got {runtime.window} + {runtime.sinks}"
         )

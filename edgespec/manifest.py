@@ -12,11 +12,13 @@ Format, version 1. Every rule has a test that breaks it.
    and size. Names are plain: letters, digits, `.`, `_`, `-`, starting with a letter or
    digit, no `..`, at most 128 characters, none equal to another but for case, none
    `edgespec.json`. Files are regular files, not links: nothing outside is ever read.
-5. `tokenizer.json` and at least one of `target.gguf` and `target.onnx` are there;
-   `chat_template.jinja` and data files such as `target.onnx.data` may be.
-6. `quantisation` and `check` are keyed by container, `gguf` or `onnx`; `quantisation`
-   has exactly those whose target file exists, `check` some of them. `onnx` is an object
-   when `target.onnx` exists and null otherwise; its taps are hidden_states indices.
+5. `tokenizer.json` and at least one of `target.gguf`, `target.packed.gguf` and
+   `target.onnx` are there; `chat_template.jinja` and data files such as
+   `target.onnx.data` may be.
+6. `quantisation` and `check` are keyed by container, `gguf`, `packed` or `onnx`;
+   `quantisation` has exactly those whose target file exists, `check` some of them.
+   `onnx` is an object when `target.onnx` exists and null otherwise; its taps are
+   hidden_states indices.
 7. `tokenizer`: every token id is in [0, vocab); `eos_ids` ascend and are the union over
    all configs of the source; `add_bos` needs a `bos_id`. `generation`: null, or
    temperature >= 0 and 0 < top_p <= 1.
@@ -41,7 +43,11 @@ from edgespec.strict_json import build, parse_object
 FORMAT_VERSION = 1
 MANIFEST = "edgespec.json"
 MANIFEST_LIMIT = 1 << 20
-TARGETS = {"gguf": "target.gguf", "onnx": "target.onnx"}
+TARGETS = {
+    "gguf": "target.gguf",
+    "packed": "target.packed.gguf",  # of the native backend alone; maps at once
+    "onnx": "target.onnx",
+}
 TOKENIZER = "tokenizer.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 

@@ -11,7 +11,6 @@ template renders it, the reply's first `tokens` and their `text`, from a referen
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 import sys
 from collections.abc import Mapping
@@ -20,8 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from edgespec import hub
-from edgespec.bundle_files import open_bundle
+from edgespec import hub, packed_copy
 from edgespec.cache import home, locked, sha256_of, size_of
 from edgespec.errors import EdgeSpecError, FormatError, ModelNotFoundError, UsageError
 from edgespec.fetch import Expected, FetchError, download
@@ -37,7 +35,6 @@ else:
 
 KEY_DIGITS = 12  # of a cached bundle's key
 _KEY = "[0-9a-f]" * KEY_DIGITS
-FILE_STEM = "file-"  # begins the names of bundles made of .gguf files
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,40 +202,36 @@ def fetch_card(
 
 
 def statuses() -> list[Status]:
-    """Known models, repositories fetched from a hub, bundles made of .gguf files."""
+    """Known models, and repositories fetched from a hub."""
     result = []
     for name, known in cards().items():
         is_present = known.path.exists()
-        size = sum(size_of(directory) for directory in directories_of(name))
         missing = None if is_present else known.file.size
+        size = size_of(*places_of(name))
         result.append(Status(name, known.description, is_present, missing, size))
     for directory in sorted((home() / "hub").glob("[!.]*--*")):
         name = "hf:" + directory.name.replace("--", "/", 1)
-        size = sum(size_of(path) for path in directories_of(name))
+        size = size_of(*places_of(name))
         result.append(Status(name, "fetched from the hub", True, None, size))
-    for directory in bundles_of(f"{FILE_STEM}*"):
-        name = directory.name[: -KEY_DIGITS - 1]
-        result.append(Status(name, _made_of(directory), True, None, size_of(directory)))
     return result
 
 
 def remove(name: str) -> int:
-    """Deletes a model's files and the bundles made of it; the bytes freed.
-
-    Of a .gguf file (its path, or the name it has in `models list`) only the bundles.
+    """Deletes a model's files and what was made of them; the bytes freed.
 
     Raises ModelNotFoundError when nothing of it is there.
     """
-    if name.endswith(".gguf") and not name.startswith("hf:"):
-        name = file_stem(Path(name))
-    elif not name.startswith(("hf:", FILE_STEM)):
+    if not name.startswith("hf:"):
         card(name)
-    freed = 0
-    for directory in directories_of(name):
-        with locked(directory):
-            for path in (directory, *unfinished(directory.name)):
-                freed += size_of(path)
-                shutil.rmtree(path)
+    places = places_of(name)
+    freed = size_of(*places)
+    for place in places:
+        with locked(place):
+            for path in (place, *unfinished(place.name)):
+                if path.is_dir():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink(missing_ok=True)
     if not freed:
         raise ModelNotFoundError(f"{name}: nothing of it in {home()}")
     return freed
@@ -249,27 +242,17 @@ def bundle_stem(name: str) -> str:
     return name.removeprefix("hf:").replace("/", "--").replace(":", "--")
 
 
-def file_stem(path: Path) -> str:
-    """What the cache calls the bundles of a .gguf file, before the "-KEY".
-
-    By the path: files of one name in two places must not oust each other.
-    """
-    place = hashlib.sha256(str(path.expanduser().resolve()).encode()).hexdigest()
-    return f"{FILE_STEM}{place[:8]}"
-
-
-def directories_of(name: str) -> list[Path]:
-    """Every directory that holds something of a model."""
+def places_of(name: str) -> list[Path]:
+    """Every directory, and every packed copy, that holds something of a model."""
     if name.startswith("hf:"):
         reference = hub.parse_reference(name)
         source = reference.directory
         stem = bundle_stem(f"hf:{reference.repo}")
-    elif name.startswith(FILE_STEM):
-        key = name.removeprefix(FILE_STEM)
-        return bundles_of(name) if key.isalnum() else []
     else:
         source, stem = home() / "models" / name, bundle_stem(name)
-    found = [source, *bundles_of(stem), *bundles_of(f"{stem}--*")]
+    found = [source]
+    for pattern in (stem, f"{stem}--*"):
+        found += [*bundles_of(pattern), *packed_copy.copies_of(pattern)]
     return [path for path in found if path.exists()]
 
 
@@ -279,19 +262,11 @@ def bundles_of(stem: str) -> list[Path]:
 
 
 def unfinished(bundle: str) -> list[Path]:
-    """What killed exports of a cached bundle left; `bundle` may hold wildcards.
+    """What was left of a cached bundle whose making was killed.
 
     Only under the bundle's lock, or another process may still be at work on it.
     """
     return sorted((home() / "bundles").glob(f".{bundle}-????????"))
-
-
-def _made_of(directory: Path) -> str:
-    try:
-        origin = open_bundle(directory).manifest.weights[0].origin
-    except (EdgeSpecError, OSError, IndexError):
-        return "damaged"
-    return f"exported from {origin}"
 
 
 def _fetch(source: Source, path: Path, expected: Expected, progress: Progress) -> None:

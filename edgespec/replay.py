@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +21,10 @@ from edgespec._native import SampleParams, noise, sample_process
 from edgespec.errors import UsageError
 from edgespec.targets.base import Target
 from edgespec.tree.topology import Tree, chain
+
+if TYPE_CHECKING:
+    from edgespec._native import NativeRound, NativeSession
+    from edgespec.targets.base import RoundTarget
 
 NO_TOKEN = -1  # where a reply has already ended
 
@@ -77,6 +82,19 @@ class Recorder:
             self.steps.append(Step(self.length, self._open, np.array(rows, np.int32)))
         self._open = None
         self.target.commit(rows)
+
+    def run_round(
+        self, session: NativeSession, kind: int, *, keeps_logits: bool
+    ) -> tuple[NativeRound, NDArray[np.float32] | None]:
+        """For targets that run rounds themselves."""
+        target, length = cast("RoundTarget", self.target), self.length
+        ran, logits = target.run_round(session, kind, keeps_logits=keeps_logits)
+        rows = np.array(ran.rows, np.int32)
+        self.steps.append(Step(length, target.last_tree(), rows))
+        return ran, logits
+
+    def last_tree(self) -> Tree:
+        return cast("RoundTarget", self.target).last_tree()
 
     def truncate(self, length: int) -> None:
         self.target.truncate(length)

@@ -19,9 +19,10 @@ from edgespec.config import (
 from edgespec.drafts.base import Drafter
 from edgespec.engine import Engine
 from edgespec.errors import ContextError, UsageError
-from edgespec.generation import Generation, Request
+from edgespec.generation import Generation, Refill, Request
 from edgespec.memory import Excerpt, Memory
 from edgespec.reply import Reply
+from edgespec.sliding import Sliding, Window
 from edgespec.targets.base import Target
 from edgespec.transcript import Transcript
 
@@ -131,8 +132,16 @@ class Session:
 
     @property
     def context(self) -> int:
-        """KV rows: prompt and reply together."""
+        """KV rows: prompt and reply together. With a window, the model's positions."""
         return self.target.context
+
+    @property
+    def window(self) -> Window | None:
+        """What the target sees of a conversation; None: all, up to the context."""
+        seen = self.target.capabilities
+        if not seen.window:
+            return None
+        return Window(self.context, seen.window, seen.sinks)
 
     def generate(
         self,
@@ -158,7 +167,14 @@ class Session:
         does not fit, both before anything is computed.
         """
         ids = self.encode(prompt, raw=raw, template_args=template_args)
-        return self._start(ids, sampling=sampling, stopping=stopping, logprobs=logprobs)
+        window = self.window
+        return self._start(
+            ids,
+            sampling=sampling,
+            stopping=stopping,
+            logprobs=logprobs,
+            refill=Sliding(window, ids).refill if window else None,
+        )
 
     def complete(self, prompt: Prompt, **options: Any) -> Reply:
         """The whole reply at once; options as for `generate`."""
@@ -180,7 +196,8 @@ class Session:
         """Streams the assistant's next turn, the last message being the user's.
 
         Where `generate` stops for a full context, this drops the oldest turns, keeps
-        the system turn, prefills the rest, says so in `Delta.notice` and goes on.
+        the system turn, prefills the rest, says so in `Delta.notice` and goes on. With
+        a window both go on, whatever the length.
 
         Args:
             memory: kept by the caller from turn to turn: what was dropped, and the
@@ -195,13 +212,26 @@ class Session:
             eos=self.engine.eos,
             context=self.context,
         )
-        return self._start(
-            excerpt.fit(),
+        window = self.window
+        refill: Refill
+        if window:
+            sliding = Sliding(window, excerpt.encode())
+            prompt, refill = sliding.prompt, sliding.refill
+            evicted, notice = sliding.evicted, sliding.notice
+        else:
+            prompt, refill = excerpt.fit(), excerpt.refill
+            evicted, notice = memory.evicted, excerpt.notice
+        generation = self._start(
+            prompt,
             sampling=sampling,
             stopping=stopping,
             logprobs=logprobs,
-            excerpt=excerpt,
+            refill=refill,
+            evicted=evicted,
+            notice=notice,
         )
+        generation.on_end(excerpt.keep)
+        return generation
 
     def encode(
         self,
@@ -255,7 +285,9 @@ class Session:
         sampling: Sampling | None,
         stopping: Stopping | None,
         logprobs: int,
-        excerpt: Excerpt | None = None,
+        refill: Refill | None = None,
+        evicted: int = 0,
+        notice: str = "",
     ) -> Generation:
         stopping, sampling = stopping or Stopping(), sampling or Sampling()
         self._check_room(ids, stopping)
@@ -270,20 +302,17 @@ class Session:
             max_new=self._max_new(stopping),
             logprobs=logprobs,
             is_repeatable=is_seeded and not self.target.capabilities.row_invariant,
-            evicted=excerpt.memory.evicted if excerpt else 0,
-            notice=excerpt.notice if excerpt else "",
+            evicted=evicted,
+            notice=notice,
         )
         is_thinking = self.template is not None and self.template.opens_thinking(ids)
-        generation = Generation(
+        return Generation(
             self.engine,
             Transcript(self.tokenizer, stopping.stop, is_thinking=is_thinking),
             request,
-            refill=excerpt.refill if excerpt else None,
+            refill=refill,
             on_end=self._keep,
         )
-        if excerpt is not None:
-            generation.on_end(excerpt.keep)
-        return generation
 
     def _keep(self, generation: Generation) -> None:
         self.last_reply = generation.reply

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from edgespec import models
-from edgespec.bundle import Bundle, resolve
+from edgespec.bundle import Bundle, exporter_key, open_bundle
+from edgespec_export.pipeline import export
 
 
 @pytest.fixture(scope="session")
@@ -17,9 +18,18 @@ def smollm2_gguf() -> Path:
 
 
 @pytest.fixture(scope="session")
-def smollm2_bundle(smollm2_gguf: Path) -> Bundle:
+def smollm2_bundle(smollm2_gguf: Path, pytestconfig: pytest.Config) -> Bundle:
     """That file as a bundle of GGUF and ONNX, made anew when the exporter changed."""
-    return resolve("smollm2-135m", offline=True)
+    directory = pytestconfig.cache.mkdir("smollm2") / exporter_key()[:12]
+    if directory.exists():
+        return open_bundle(directory)
+    return export(
+        smollm2_gguf,
+        directory,
+        formats=("gguf", "onnx"),
+        check=False,
+        name="smollm2-135m",
+    )
 
 
 @pytest.fixture

@@ -264,7 +264,7 @@ def test_rule_5_no_target_is_refused(toy: Path) -> None:
 
     edit_manifest(toy, edit)
     with pytest.raises(
-        FormatError, match=r"files: expected target.gguf or target.onnx"
+        FormatError, match=r"files: expected target.gguf or .* or target.onnx"
     ):
         open_bundle(toy)
 
@@ -461,7 +461,4 @@ def test_resolve_damaged_gguf_leaves_nothing(
     path.write_bytes(b"GGUF" + (3).to_bytes(4, "little") + b"\xff" * 29)
     with pytest.raises(FormatError):
         resolve(str(path))
-    left = [
-        p for p in (edgespec_home / "bundles").iterdir() if not p.name.endswith(".lock")
-    ]
-    assert left == []
+    assert not edgespec_home.exists()

@@ -12,6 +12,7 @@ import onnx
 import pytest
 
 from edgespec import doctor, tiny
+from edgespec._native import ABI
 from edgespec.cli.app import main
 from edgespec.inspection import inspect_file
 from edgespec.machine import Rates
@@ -46,18 +47,28 @@ def test_json(quick, capsys) -> None:
     data = json.loads(capsys.readouterr().out)
     assert data["rates"]["int8_gmac_per_s"] == 400.0
     assert data["usable_cores"] >= 1
-    assert data["native_abi"] == 1
-    onnx_backend = data["backends"][0]
-    assert onnx_backend["name"] == "onnx"
-    assert onnx_backend["works"] is True
-    assert onnx_backend["version"]
+    assert data["native_abi"] == ABI
+    assert data["kernels"][-1] == "generic"
+    assert data["kernel"] in data["kernels"]
+    assert [backend["name"] for backend in data["backends"]] == [
+        "native",
+        "onnx",
+        "llamacpp",
+    ]
+    for backend in data["backends"][:2]:
+        assert backend["works"] is True
+        assert backend["version"]
+    assert data["kernel"] in data["backends"][0]["detail"]
 
 
 def test_no_backend_exits_with_1(quick, capsys, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     monkeypatch.setitem(sys.modules, "llama_cpp", None)
+    monkeypatch.setattr(doctor, "tiny_gguf", lambda: b"GGUF")
     assert main(["doctor", "--offline"]) == 1
     out = capsys.readouterr().out
+    assert "native" in out
+    assert "does not work" in out
     assert "onnxruntime is not installed: pip install onnxruntime" in out
     assert "pip install 'edgespec[llama]'" in out
 

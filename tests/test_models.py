@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from edgespec import cache, fetch, hub, models, wheel
+from edgespec import cache, fetch, http, hub, models, wheel
 from edgespec.errors import (
     FormatError,
     ModelNotFoundError,
@@ -206,7 +206,7 @@ def test_silent_server_times_out(
 ) -> None:
     import socket
 
-    monkeypatch.setattr(fetch, "READ_SECONDS", 0.05)
+    monkeypatch.setattr(http, "READ_SECONDS", 0.05)
     with socket.create_server(("127.0.0.1", 0)) as mute:
         address = f"http://127.0.0.1:{mute.getsockname()[1]}/x"
         with pytest.raises(FetchError, match="cannot be reached: .*timed out"):

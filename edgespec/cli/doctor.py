@@ -60,6 +60,13 @@ def _lines(found: Diagnosis) -> list[str]:
         ("processor", found.cpu),
         ("features", " ".join(found.features) or "none known"),
         (
+            "kernels",
+            ", ".join(
+                f"{name} (taken)" if name == found.kernel else name
+                for name in found.kernels
+            ),
+        ),
+        (
             "usable cores",
             f"{found.usable_cores} (machine {found.machine_cores}, "
             f"affinity {affinity}, cgroup quota {quota})",

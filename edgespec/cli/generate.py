@@ -94,8 +94,9 @@ def command(
         template_args=template_args,
     )
     if as_json:
-        for _ in generation:
-            pass
+        for delta in generation:
+            if delta.notice:
+                note(delta.notice)
         reply = generation.reply
         is_utf8 = (sys.stdout.encoding or "utf-8").lower().replace("-", "") == "utf8"
         print(json.dumps(_as_object(reply, logprobs), ensure_ascii=not is_utf8))
@@ -103,6 +104,8 @@ def command(
     writer = TextWriter(sys.stdout)
     try:
         for delta in generation:
+            if delta.notice:
+                note(delta.notice)
             writer.write(delta.text, thinking=delta.thinking)
     finally:
         generation.close()

@@ -112,8 +112,8 @@ def _reach(
 
     session = open_session(path, Speculation(draft="none"), runtime, offline=offline)
     backend = session.target.name
-    container = "gguf" if backend == "llamacpp" else "onnx"
-    layout = found.layouts.get(container)
+    containers = ("onnx",) if backend == "onnx" else ("packed", "gguf")
+    layout = next((found.layouts[c] for c in containers if c in found.layouts), None)
     if layout is None or layout.read_bytes is None or layout.macs is None:
         note(
             f"shares not told: the bytes {backend} reads are unknown; "

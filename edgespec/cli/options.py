@@ -193,7 +193,11 @@ _FLAGS: dict[type, tuple[Flag, ...]] = {
     ),
     Runtime: (
         Flag(
-            "backend", "--backend", str, "Who runs the model: auto, onnx or llamacpp."
+            "backend",
+            "--backend",
+            str,
+            "Who runs the model: auto (native where there is a GGUF), native, onnx or "
+            "llamacpp.",
         ),
         Flag(
             "threads",
@@ -207,6 +211,37 @@ _FLAGS: dict[type, tuple[Flag, ...]] = {
             int | None,
             "Tokens of prompt and reply together. Default: the model's limit, at most "
             f"{config.DEFAULT_CONTEXT}.",
+        ),
+        Flag(
+            "kv",
+            "--kv",
+            str,
+            "How keys and values are kept: f16, or int8 in half the memory.",
+        ),
+        Flag(
+            "window",
+            "--window",
+            int | None,
+            "See only the last so many tokens and the sinks; replies and chats then go "
+            "on beyond any context. Default: everything is seen.",
+        ),
+        Flag(
+            "sinks",
+            "--sinks",
+            int,
+            "First tokens that stay visible beside a window.",
+        ),
+        Flag(
+            "mmap",
+            "--mmap/--no-mmap",
+            bool,
+            "Map the weights' file, or read it into memory.",
+        ),
+        Flag(
+            "mlock",
+            "--mlock",
+            bool,
+            "Keep the weights from being swapped out.",
         ),
     ),
 }

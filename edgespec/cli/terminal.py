@@ -7,8 +7,13 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from edgespec.progress import Progress
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as Bars
+    from rich.progress import TaskID
 
 
 def note(text: str) -> None:
@@ -31,25 +36,10 @@ def prepare_streams() -> None:
 def progress_bar() -> Iterator[Progress]:
     """A Progress that draws bars on a terminal, and plain lines in a log.
 
-    Work counted in more than 2**20 units is shown as bytes.
+    Work counted in more than 2**20 units is shown as bytes. Nothing is drawn, nor the
+    means to draw loaded, before there is something to show.
     """
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        MofNCompleteColumn,
-        ProgressColumn,
-        Task,
-        TaskID,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
-    from rich.progress import Progress as Bars
-    from rich.text import Text
-
-    console = Console(stderr=True)
-    if not console.is_terminal:
+    if not sys.stderr.isatty():
         seen: set[str] = set()
 
         def line(what: str, done: int, total: int) -> None:
@@ -59,6 +49,40 @@ def progress_bar() -> Iterator[Progress]:
 
         yield line
         return
+
+    bars: Bars | None = None
+    tasks: dict[str, TaskID] = {}
+
+    def draw(what: str, done: int, total: int) -> None:
+        nonlocal bars
+        if bars is None:
+            bars = _bars()
+            bars.start()
+        if what not in tasks:
+            tasks[what] = bars.add_task(what, total=total or None)
+        bars.update(tasks[what], completed=done, total=total or None)
+
+    try:
+        yield draw
+    finally:
+        if bars is not None:
+            bars.stop()
+
+
+def _bars() -> Bars:
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        MofNCompleteColumn,
+        Progress,
+        ProgressColumn,
+        Task,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+    from rich.text import Text
 
     class Amount(ProgressColumn):
         as_bytes = DownloadColumn()
@@ -70,19 +94,11 @@ def progress_bar() -> Iterator[Progress]:
                 return self.as_count.render(task)
             return Text(" ").join([self.as_bytes.render(task), self.speed.render(task)])
 
-    tasks: dict[str, TaskID] = {}
-    with Bars(
+    return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         Amount(),
         TimeRemainingColumn(),
-        console=console,
+        console=Console(stderr=True),
         transient=True,
-    ) as bars:
-
-        def draw(what: str, done: int, total: int) -> None:
-            if what not in tasks:
-                tasks[what] = bars.add_task(what, total=total or None)
-            bars.update(tasks[what], completed=done, total=total or None)
-
-        yield draw
+    )

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.errors import UsageError
 from edgespec.tree.topology import Tree
+
+if TYPE_CHECKING:
+    from edgespec._native import NativeRound, NativeSession
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,10 +21,12 @@ class Capabilities:
 
     tree: bool  # verifies branching trees; otherwise chains only
     taps: tuple[int, ...]  # hidden_states indices it can return
-    window: bool  # sliding-window KV
+    window: int  # positions a row sees beside the sinks; 0: all before it
     snapshot: bool  # saves and restores its KV
     row_invariant: bool  # a row's logits do not depend on the rows beside it, by probe
     kv_block: int = 0  # or row invariance needs trees inside blocks of so many KV rows
+    sinks: int = 0  # first positions that stay visible beside a window
+    rounds: bool = False  # runs whole rounds itself: a RoundTarget
 
 
 def check_tokens(tokens: NDArray[np.int32], vocab: int) -> None:
@@ -40,9 +45,9 @@ class Target(Protocol):
     `commit` or the next `forward`, which drops them.
     """
 
-    name: str  # "onnx", "llamacpp"
+    name: str  # "native", "onnx", "llamacpp"
     vocab: int
-    context: int  # KV rows
+    context: int  # KV rows; with a window, positions
     capabilities: Capabilities
 
     @property
@@ -69,9 +74,30 @@ class Target(Protocol):
         ...
 
     def truncate(self, length: int) -> None:
-        """Keeps the first `length` committed rows."""
+        """Keeps the first `length` committed rows.
+
+        Raises ContextError, nothing changed, when a window has overwritten rows that
+        the next one must see. 0 always works.
+        """
         ...
 
     def close(self) -> None:
         """Frees memory; the target is unusable afterwards."""
+        ...
+
+
+class RoundTarget(Target, Protocol):
+    """A target in C, which needs no Python between the halves of a round."""
+
+    def run_round(
+        self, session: NativeSession, kind: int, *, keeps_logits: bool
+    ) -> tuple[NativeRound, NDArray[np.float32] | None]:
+        """Begins, forwards, finishes and commits; logits (n, vocab) if kept.
+
+        The target holds the session's sequence less its last token.
+        """
+        ...
+
+    def last_tree(self) -> Tree:
+        """The tree of the last `run_round`."""
         ...

@@ -84,7 +84,7 @@ class OnnxTarget:
         self.capabilities = Capabilities(
             tree=True,
             taps=taps,
-            window=False,
+            window=0,
             snapshot=False,
             row_invariant=row_invariant,
             kv_block=KEY_BLOCK if row_invariant else 0,
