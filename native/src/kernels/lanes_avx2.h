@@ -56,7 +56,7 @@ static inline v16 v16_from_half_n(const uint16_t *p, int32_t n)
 
 static inline void v16_to_half(uint16_t *p, v16 x)
 {
-    const int nearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+    enum { nearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC };
     _mm_storeu_si128((__m128i *)p, _mm256_cvtps_ph(x.lo, nearest));
     _mm_storeu_si128((__m128i *)(p + 8), _mm256_cvtps_ph(x.hi, nearest));
 }
