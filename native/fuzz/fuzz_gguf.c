@@ -1,5 +1,6 @@
 #define _POSIX_C_SOURCE 200809L /* posix_memalign */
-/* fuzz_gguf.c - any bytes as a GGUF: parsed, every key and tensor touched, packed weights read.
+/* fuzz_gguf.c - any bytes as a GGUF: parsed, every key and tensor touched, packed weights and the
+   sizes of the model read.
 
    A run of its own, from the project's directory (new inputs go to the first corpus; -merge=1 then
    keeps the smallest set):
@@ -7,7 +8,7 @@
      clang -std=c11 -g -O1 -ffp-contract=off -fsanitize=fuzzer,address,undefined \
          -fno-sanitize-recover=all -Inative/include -Inative/src -o build/fuzz_gguf \
          native/fuzz/fuzz_gguf.c native/src/{gguf,mapping,blocks,pack,packed_file,error}.c \
-         native/src/kernels/half.c -lm
+         native/src/{arch,rope}.c native/src/kernels/half.c -lm
      mkdir -p build/corpus
      build/fuzz_gguf -max_total_time=300 -max_len=16384 -timeout=10 -rss_limit_mb=1024 \
          -dict=native/fuzz/gguf.dict build/corpus native/fuzz/corpus/gguf
@@ -18,6 +19,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "arch.h"
 #include "blocks.h"
 #include "gguf.h"
 #include "pack.h"
@@ -140,6 +142,24 @@ static void touch_tensor(const es_gguf *gguf, const es_gguf_tensor *t, bool is_p
     pack_matrix(gguf, t);
 }
 
+/* What the engine asks of a file before it packs anything. */
+static void touch_shape(const es_gguf *gguf)
+{
+    es_shape shape;
+    memset(&shape, 0, sizeof(shape));
+    if (es_shape_read(gguf, &shape) == ES_OK) {
+        int32_t n = es_slot_count(&shape), last = n - 1;
+        for (int32_t i = 0; i < n; i = i < ITEMS || i == last ? i + 1 : last) {
+            es_slot slot;
+            es_slot_at(&shape, i, &slot);
+            touch(&slot, sizeof(slot));
+        }
+        (void)es_slots_check(gguf, &shape);
+        touch(es_shape_name(&shape), 1);
+    }
+    es_shape_clear(&shape);
+}
+
 static void touch_all(const es_gguf *gguf)
 {
     bool is_packed = false;
@@ -152,6 +172,7 @@ static void touch_all(const es_gguf *gguf)
     for (size_t i = 0; i < es_gguf_tensor_count(gguf); i++) {
         touch_tensor(gguf, es_gguf_tensor_at(gguf, i), is_packed);
     }
+    touch_shape(gguf);
 }
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
