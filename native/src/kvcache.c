@@ -400,14 +400,14 @@ static int64_t columns_for(int64_t n)
     return (n + 15) / 16 * 16;
 }
 
-size_t es_kv_scratch(const es_kv *kv, int32_t heads)
+size_t es_kv_scratch(const es_kv_shape *shape, int32_t heads)
 {
-    int64_t slots = 0;
-    for (int i = 0; i < 2; i++) {
-        slots = kv->classes[i].n_slots > slots ? kv->classes[i].n_slots : slots;
-    }
-    int64_t group = least(heads / kv->shape.kv_heads, MOST_VECTORS);
-    int64_t most = columns_for(slots) * (group > LEAST_VECTORS ? group : LEAST_VECTORS);
+    int32_t windowed = count_windowed(shape);
+    int64_t full = windowed < shape->layers ? class_of(shape, 0).n_slots : 0;
+    int64_t ring = windowed > 0 ? class_of(shape, 1).n_slots : 0;
+    int64_t group = least(heads / shape->kv_heads, MOST_VECTORS);
+    int64_t most = columns_for(full > ring ? full : ring) *
+                   (group > LEAST_VECTORS ? group : LEAST_VECTORS);
     return (size_t)(most > SCORES ? most : SCORES);
 }
 

@@ -59,7 +59,7 @@ typedef struct es_attention {
 } es_attention;
 
 /* Floats of scratch one thread needs for es_kv_attend. */
-size_t es_kv_scratch(const es_kv *kv, int32_t heads);
+size_t es_kv_scratch(const es_kv_shape *shape, int32_t heads);
 /* Attention of query head `head` for open rows [row0, row0 + n): q + r * q_stride holds row r's
    head_dim floats (RoPE and the scale applied), out + r * out_stride receives head_dim floats.
    r counts from row0. Heads of one KV group, and neighbouring rows, share the key loads when asked

@@ -73,7 +73,7 @@ static void open_world(world *w, es_kv_shape shape, const es_kernels *kernels, i
     CHECK(es_kv_new(&shape, &w->kv) == ES_OK);
     CHECK(es_kv_bytes(&shape) > 0);
     /* Exactly what is asked for, so that a sanitizer sees the first float too many. */
-    w->scratch = malloc(es_kv_scratch(w->kv, heads) * sizeof(float));
+    w->scratch = malloc(es_kv_scratch(&shape, heads) * sizeof(float));
     CHECK(w->scratch != NULL);
 }
 

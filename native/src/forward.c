@@ -1,0 +1,548 @@
+/*
+ * forward.c - the pass. Every member of the pool runs all of it and does its share of each step;
+ * a barrier stands where a step needs what the others have made:
+ *
+ *     norm, q k v | attention | output + residual | norm, gate up | down + residual |
+ *
+ * A share is always whole outputs (or whole heads, or whole rows), never a part of a sum, so the
+ * number of members changes nothing. Few rows are normed by every member for itself, which costs
+ * less than waiting for each other.
+ */
+#include "forward.h"
+
+#include <string.h>
+
+#include "alloc.h"
+#include "error.h"
+#include "gguf.h"
+
+enum {
+    OWN_ROWS = 4,           /* up to so many rows every member norms all of them */
+    BLOCK_FLOATS = 8192,    /* outputs that one call of gemm leaves in the cache */
+    N_BLOCKS = 2            /* gate and up */
+};
+
+/* ---- memory ------------------------------------------------------------------------------ */
+
+typedef struct own {        /* one member's */
+    es_rows normed;         /* (OWN_ROWS, hidden) */
+    float *block[N_BLOCKS]; /* (block_floats) */
+} own;
+
+struct es_workspace {
+    float *x;               /* (ES_MAX_ROWS, hidden) the residual stream */
+    float *delta;           /* (ES_MAX_ROWS, hidden) what post norms norm; NULL without them */
+    float *q;               /* (ES_MAX_ROWS, q_stride) */
+    size_t q_stride;
+    es_rows normed;         /* (ES_MAX_ROWS, hidden) */
+    es_rows mixed;          /* (ES_MAX_ROWS, heads * head_dim) */
+    es_rows gated;          /* (ES_MAX_ROWS, ffn) */
+    float *cosine[2];       /* (ES_MAX_ROWS, head_dim / 2) of whole and of windowed layers */
+    float *sine[2];
+    own *own;               /* (threads) */
+    void *memory;
+};
+
+static int32_t padded(int32_t n)
+{
+    return es_tiles(n) * ES_TILE;
+}
+
+static int32_t gcd(int32_t a, int32_t b)
+{
+    return b == 0 ? a : gcd(b, a % b);
+}
+
+/* Heads that end where a tile ends: the unit of q, k and v. */
+static int32_t heads_per_unit(const es_shape *shape)
+{
+    return ES_TILE / gcd(ES_TILE, shape->head_dim);
+}
+
+static size_t block_floats(const es_shape *shape)
+{
+    size_t unit = (size_t)ES_MAX_ROWS * (size_t)(heads_per_unit(shape) * shape->head_dim);
+    return unit > BLOCK_FLOATS ? unit : BLOCK_FLOATS;
+}
+
+/* Carves buffers from `memory`; with NULL it only counts. */
+typedef struct carver {
+    char *memory;
+    size_t used;
+} carver;
+
+static void *carve(carver *c, size_t count, size_t size)
+{
+    void *at = c->memory == NULL ? NULL : c->memory + c->used;
+    c->used += (count * size + 63) / 64 * 64 + 64; /* a line apart: members write side by side */
+    return at;
+}
+
+static void carve_rows(carver *c, int32_t n, int32_t k, es_rows *out)
+{
+    size_t rows = (size_t)n, values = rows * (size_t)k;
+    size_t groups = rows * ((size_t)k / ES_GROUP);
+    *out = (es_rows){.n = n, .k = k};
+    out->x = carve(c, values, sizeof(float));
+    out->q = carve(c, values, sizeof(int8_t));
+    out->scale = carve(c, groups, sizeof(float));
+    out->sum = carve(c, 2 * groups, sizeof(float));
+    out->sum32 = carve(c, groups, sizeof(float));
+    out->isum = carve(c, 2 * groups, sizeof(int32_t));
+    out->isum32 = carve(c, groups, sizeof(int32_t));
+}
+
+static size_t carve_all(const es_shape *s, int32_t threads, char *memory, es_workspace *w)
+{
+    carver c = {memory, 0};
+    size_t rows = ES_MAX_ROWS, hidden = (size_t)s->hidden, half = (size_t)s->head_dim / 2;
+    w->q_stride = (size_t)padded(s->heads * s->head_dim);
+    w->own = carve(&c, (size_t)threads, sizeof(own));
+    w->x = carve(&c, rows * hidden, sizeof(float));
+    w->delta = s->has_post_norms ? carve(&c, rows * hidden, sizeof(float)) : NULL;
+    w->q = carve(&c, rows * w->q_stride, sizeof(float));
+    carve_rows(&c, ES_MAX_ROWS, s->hidden, &w->normed);
+    carve_rows(&c, ES_MAX_ROWS, s->heads * s->head_dim, &w->mixed);
+    carve_rows(&c, ES_MAX_ROWS, s->ffn, &w->gated);
+    for (int32_t i = 0; i < 2; i++) {
+        w->cosine[i] = carve(&c, rows * half, sizeof(float));
+        w->sine[i] = carve(&c, rows * half, sizeof(float));
+    }
+    for (int32_t m = 0; m < threads; m++) {
+        own member = {0};
+        carve_rows(&c, OWN_ROWS, s->hidden, &member.normed);
+        for (int32_t i = 0; i < N_BLOCKS; i++) {
+            member.block[i] = carve(&c, block_floats(s), sizeof(float));
+        }
+        if (memory != NULL) {
+            w->own[m] = member;
+        }
+    }
+    return c.used + 64;
+}
+
+size_t es_workspace_bytes(const es_shape *shape, int32_t threads)
+{
+    es_workspace unused;
+    return carve_all(shape, threads, NULL, &unused) + sizeof(es_workspace);
+}
+
+es_status es_workspace_new(const es_shape *shape, int32_t threads, es_workspace **out)
+{
+    es_workspace *w = es_calloc(1, sizeof(*w));
+    size_t bytes = es_workspace_bytes(shape, threads);
+    void *memory = es_calloc(1, bytes);
+    if (w == NULL || memory == NULL) {
+        es_free(w);
+        es_free(memory);
+        return es_fail(ES_ERR_MEMORY, "model: no memory for %zu bytes of work space", bytes);
+    }
+    w->memory = memory;
+    carve_all(shape, threads, (char *)memory + (64 - (uintptr_t)memory % 64) % 64, w);
+    *out = w;
+    return ES_OK;
+}
+
+void es_workspace_free(es_workspace *workspace)
+{
+    if (workspace != NULL) {
+        es_free(workspace->memory);
+        es_free(workspace);
+    }
+}
+
+/* ---- what a member knows ----------------------------------------------------------------- */
+
+typedef struct pass {
+    const es_network *net;
+    es_workspace *work;
+    const es_batch *batch;
+    int32_t n;              /* rows of the batch */
+} pass;
+
+typedef struct member {
+    const pass *pass;
+    const es_network *net;
+    const es_shape *shape;
+    const es_kernels *k;
+    es_workspace *work;
+    own *own;
+    int32_t n;              /* rows of the batch */
+    int32_t index, of;      /* this member of so many */
+} member;
+
+static void meet(const member *m)
+{
+    es_pool_barrier(m->net->pool, m->index);
+}
+
+static void share(const member *m, int32_t count, int32_t *begin, int32_t *end)
+{
+    es_share(count, m->index, m->of, begin, end);
+}
+
+static bool is_float(const es_tensor *t)
+{
+    return t->type == ES_GGML_F32 || t->type == ES_GGML_F16 || t->type == ES_GGML_BF16;
+}
+
+/* Tiles whose outputs of n rows fit a block, an even number. */
+static int32_t block_tiles(int32_t n)
+{
+    int32_t tiles = BLOCK_FLOATS / (n * ES_TILE) / 2 * 2;
+    return tiles > 2 ? tiles : 2;
+}
+
+static int32_t smaller(int32_t a, int32_t b)
+{
+    return a < b ? a : b;
+}
+
+/* ---- norms ------------------------------------------------------------------------------- */
+
+static void norm_row(const member *m, const float *x, const float *weight, bool quantize,
+                     const es_rows *out, int32_t row)
+{
+    m->k->rms_norm(x, weight, m->shape->hidden, m->shape->eps, out->x + (size_t)row * out->k);
+    if (quantize) {
+        m->k->quantize(out, row, 0, out->k / ES_GROUP);
+    }
+}
+
+/* The rows, normed by `weight`: the member's own copy, or one they made together. */
+static const es_rows *norm(const member *m, const float *weight, bool quantize,
+                           const int32_t *rows, int32_t n)
+{
+    bool is_own = n <= OWN_ROWS;
+    const es_rows *out = is_own ? &m->own->normed : &m->work->normed;
+    int32_t begin = 0, end = n;
+    if (!is_own) {
+        share(m, n, &begin, &end);
+    }
+    for (int32_t i = begin; i < end; i++) {
+        int32_t row = rows == NULL ? i : rows[i];
+        norm_row(m, m->work->x + (size_t)row * m->shape->hidden, weight, quantize, out, i);
+    }
+    if (!is_own) {
+        meet(m);
+    }
+    return out;
+}
+
+/* Adds what a sub-layer left in delta, normed first, to the residual. */
+static void post_norm(const member *m, const float *weight)
+{
+    size_t hidden = (size_t)m->shape->hidden;
+    int32_t begin, end;
+    meet(m);
+    share(m, m->n, &begin, &end);
+    for (int32_t r = begin; r < end; r++) {
+        float *delta = m->work->delta + (size_t)r * hidden;
+        m->k->rms_norm(delta, weight, m->shape->hidden, m->shape->eps, delta);
+        m->k->add(m->work->x + (size_t)r * hidden, delta, m->shape->hidden);
+    }
+}
+
+/* ---- linear layers ----------------------------------------------------------------------- */
+
+/* Rows times `w` (hidden outputs): to the residual, or through the post norm to it. */
+static void project(const member *m, const es_tensor *w, const es_rows *in, const float *post)
+{
+    size_t hidden = (size_t)m->shape->hidden;
+    float *block = m->own->block[0];
+    int32_t begin, end;
+    share(m, es_tiles(w->rows), &begin, &end);
+    for (int32_t t = begin, next; t < end; t = next) {
+        next = smaller(t + block_tiles(m->n), end);
+        int32_t first = t * ES_TILE, width = smaller(next * ES_TILE, w->rows) - first;
+        size_t ld = (size_t)(next - t) * ES_TILE;
+        m->k->gemm(w, t, next, in, 0, m->n, block, ld);
+        for (int32_t r = 0; r < m->n; r++) {
+            size_t at = (size_t)r * hidden + (size_t)first;
+            if (post == NULL) {
+                m->k->add(m->work->x + at, block + r * ld, width);
+            } else {
+                memcpy(m->work->delta + at, block + r * ld, (size_t)width * sizeof(float));
+            }
+        }
+    }
+    if (post != NULL) {
+        post_norm(m, post);
+    }
+    meet(m);
+}
+
+static void gate_and_up(const member *m, const es_layer *layer, const es_rows *in)
+{
+    void (*activate)(const float *, const float *, int32_t, float *) =
+        m->shape->activation == ES_SILU ? m->k->swiglu : m->k->geglu;
+    const es_rows *out = &m->work->gated;
+    bool quantize = !is_float(&layer->down);
+    int32_t tiles = es_tiles(layer->gate.rows), begin, end;
+    share(m, (tiles + 1) / 2, &begin, &end); /* pairs of tiles: groups of the next layer's input */
+    begin *= 2;
+    end = smaller(2 * end, tiles);
+    for (int32_t t = begin, next; t < end; t = next) {
+        next = smaller(t + block_tiles(m->n), end);
+        int32_t first = t * ES_TILE, width = smaller(next * ES_TILE, out->k) - first;
+        size_t ld = (size_t)(next - t) * ES_TILE;
+        m->k->gemm(&layer->gate, t, next, in, 0, m->n, m->own->block[0], ld);
+        m->k->gemm(&layer->up, t, next, in, 0, m->n, m->own->block[1], ld);
+        for (int32_t r = 0; r < m->n; r++) {
+            activate(m->own->block[0] + r * ld, m->own->block[1] + r * ld, width,
+                     out->x + (size_t)r * out->k + first);
+            if (quantize) {
+                m->k->quantize(out, r, first / ES_GROUP, (first + width) / ES_GROUP);
+            }
+        }
+    }
+    meet(m);
+}
+
+/* ---- attention --------------------------------------------------------------------------- */
+
+/* Bias, norm and RoPE of one head of one row. */
+static void finish_head(const member *m, int32_t layer, int32_t row, int32_t head,
+                        const float *bias, const float *weight, bool rotate, float *x)
+{
+    int32_t dim = m->shape->head_dim;
+    if (bias != NULL) {
+        m->k->add(x, bias + (size_t)head * dim, dim);
+    }
+    if (weight != NULL) {
+        m->k->rms_norm(x, weight, dim, m->shape->eps, x);
+    }
+    if (rotate) {
+        int32_t table = es_shape_is_windowed(m->shape, layer);
+        size_t at = (size_t)row * (size_t)(dim / 2);
+        m->k->rope(x, m->work->cosine[table] + at, m->work->sine[table] + at, dim,
+                   m->shape->is_interleaved);
+    }
+}
+
+static void queries(const member *m, int32_t index, const es_rows *in, int32_t begin, int32_t end)
+{
+    const es_layer *layer = &m->net->layer[index];
+    int32_t dim = m->shape->head_dim, unit = heads_per_unit(m->shape);
+    int32_t t0 = begin * (unit * dim / ES_TILE);
+    int32_t t1 = smaller(end * (unit * dim / ES_TILE), es_tiles(layer->q.rows));
+    m->k->gemm(&layer->q, t0, t1, in, 0, m->n, m->work->q + (size_t)t0 * ES_TILE,
+               m->work->q_stride);
+    int32_t last = smaller(end * unit, m->shape->heads);
+    for (int32_t r = 0; r < m->n; r++) {
+        for (int32_t h = begin * unit; h < last; h++) {
+            float *q = m->work->q + (size_t)r * m->work->q_stride + (size_t)h * dim;
+            finish_head(m, index, r, h, layer->q_bias, layer->q_norm, true, q);
+            m->k->scale(q, q, m->shape->attention_scale, dim);
+        }
+    }
+}
+
+/* Stores K and V of heads [head, last) whose outputs, from `head` on, are in the blocks. */
+static void store_heads(const member *m, int32_t index, int32_t head, int32_t last, size_t ld)
+{
+    const es_layer *layer = &m->net->layer[index];
+    int32_t dim = m->shape->head_dim, row = 0;
+    for (int32_t s = 0; s < m->pass->batch->n_segments; s++) {
+        const es_segment *segment = &m->pass->batch->segment[s];
+        for (int32_t r = 0; r < segment->n; r++, row++) {
+            for (int32_t h = head; h < last; h++) {
+                size_t at = (size_t)row * ld + (size_t)(h - head) * (size_t)dim;
+                float *key = m->own->block[0] + at, *value = m->own->block[1] + at;
+                finish_head(m, index, row, h, layer->k_bias, layer->k_norm, true, key);
+                finish_head(m, index, row, h, layer->v_bias, NULL, false, value);
+                es_kv_store(segment->kv, m->k, index, h, r, key, value);
+            }
+        }
+    }
+}
+
+static void keys_and_values(const member *m, int32_t index, const es_rows *in, int32_t begin,
+                            int32_t end)
+{
+    const es_layer *layer = &m->net->layer[index];
+    int32_t unit = heads_per_unit(m->shape), tiles = unit * m->shape->head_dim / ES_TILE;
+    int32_t step = block_tiles(m->n) / tiles > 1 ? block_tiles(m->n) / tiles : 1;
+    for (int32_t u = begin, next; u < end; u = next) {
+        next = smaller(u + step, end);
+        int32_t t0 = u * tiles, t1 = smaller(next * tiles, es_tiles(layer->k.rows));
+        size_t ld = (size_t)(t1 - t0) * ES_TILE;
+        m->k->gemm(&layer->k, t0, t1, in, 0, m->n, m->own->block[0], ld);
+        m->k->gemm(&layer->v, t0, t1, in, 0, m->n, m->own->block[1], ld);
+        store_heads(m, index, u * unit, smaller(next * unit, m->shape->kv_heads), ld);
+    }
+}
+
+/* Units are heads of q, then KV heads, which count twice: one has K and V to make. */
+static void project_heads(const member *m, int32_t index, const es_rows *in)
+{
+    int32_t unit = heads_per_unit(m->shape);
+    int32_t n_q = (m->shape->heads + unit - 1) / unit;
+    int32_t n_kv = (m->shape->kv_heads + unit - 1) / unit;
+    int32_t begin, end;
+    share(m, n_q + 2 * n_kv, &begin, &end);
+    if (begin < smaller(end, n_q)) {
+        queries(m, index, in, begin, smaller(end, n_q));
+    }
+    int32_t from = begin > n_q ? (begin - n_q + 1) / 2 : 0;
+    int32_t to = end > n_q ? (end - n_q + 1) / 2 : 0;
+    if (from < to) {
+        keys_and_values(m, index, in, from, to);
+    }
+    meet(m);
+}
+
+/* Heads [head, head + n_heads) of rows [row0, row0 + n) of a segment that begins at row `first`. */
+static void attend(const member *m, int32_t index, const es_segment *segment, int32_t first,
+                   int32_t head, int32_t n_heads, int32_t row0, int32_t n)
+{
+    const es_rows *out = &m->work->mixed;
+    es_attention attention = {.kernels = m->k, .heads = m->shape->heads};
+    int32_t dim = m->shape->head_dim;
+    size_t row = (size_t)(first + row0), at = (size_t)head * dim;
+    es_kv_attend(segment->kv, &attention, index, head, n_heads, row0, n,
+                 m->work->q + row * m->work->q_stride + at, m->work->q_stride,
+                 out->x + row * out->k + at, (size_t)out->k,
+                 segment->scratch + (size_t)m->index * segment->scratch_stride);
+    if (dim % ES_GROUP == 0 && !is_float(&m->net->layer[index].o)) {
+        for (int32_t r = 0; r < n; r++) {
+            m->k->quantize(out, (int32_t)row + r, head * dim / ES_GROUP,
+                           (head + n_heads) * dim / ES_GROUP);
+        }
+    }
+}
+
+/* Units [begin, end) of a segment's (kv head, row, head of the group). */
+static void attend_units(const member *m, int32_t index, const es_segment *segment, int32_t first,
+                         int32_t begin, int32_t end)
+{
+    int32_t group = m->shape->heads / m->shape->kv_heads;
+    for (int32_t u = begin; u < end;) {
+        int32_t kv_head = u / (segment->n * group), left = u % (segment->n * group);
+        int32_t row = left / group, within = left % group;
+        if (within == 0 && end - u >= group) {
+            int32_t rows = smaller(segment->n - row, (end - u) / group);
+            attend(m, index, segment, first, kv_head * group, group, row, rows);
+            u += rows * group;
+        } else {
+            int32_t heads = smaller(group - within, end - u);
+            attend(m, index, segment, first, kv_head * group + within, heads, row, 1);
+            u += heads;
+        }
+    }
+}
+
+static void mix(const member *m, int32_t index)
+{
+    int32_t heads = m->shape->heads, begin, end;
+    share(m, m->n * heads, &begin, &end);
+    int32_t first = 0; /* row of the batch where the segment begins */
+    for (int32_t s = 0; s < m->pass->batch->n_segments; s++) {
+        const es_segment *segment = &m->pass->batch->segment[s];
+        int32_t unit = first * heads;
+        int32_t from = begin > unit ? begin - unit : 0;
+        int32_t to = smaller(end - unit, segment->n * heads);
+        if (from < to) {
+            attend_units(m, index, segment, first, from, to);
+        }
+        first += segment->n;
+    }
+    meet(m);
+    const es_rows *mixed = &m->work->mixed;
+    if (m->shape->head_dim % ES_GROUP != 0 && !is_float(&m->net->layer[index].o)) {
+        share(m, m->n, &begin, &end);
+        for (int32_t r = begin; r < end; r++) {
+            m->k->quantize(mixed, r, 0, mixed->k / ES_GROUP);
+        }
+        meet(m);
+    }
+}
+
+/* ---- the pass ---------------------------------------------------------------------------- */
+
+static void embed(const member *m)
+{
+    int32_t begin, end, row = 0;
+    share(m, m->n, &begin, &end);
+    for (int32_t s = 0; s < m->pass->batch->n_segments; s++) {
+        const es_segment *segment = &m->pass->batch->segment[s];
+        for (int32_t i = 0; i < segment->n; i++, row++) {
+            if (row < begin || row >= end) {
+                continue;
+            }
+            float *x = m->work->x + (size_t)row * m->shape->hidden;
+            es_pack_row(&m->net->top.embedding, segment->token[i], x);
+            if (m->shape->embedding_scale != 1.0f) {
+                m->k->scale(x, x, m->shape->embedding_scale, m->shape->hidden);
+            }
+            int64_t position = segment->position + (segment->depth == NULL ? i : segment->depth[i]);
+            size_t at = (size_t)row * (size_t)(m->shape->head_dim / 2);
+            es_rope_table(&m->shape->rope, &position, 1, m->work->cosine[0] + at,
+                          m->work->sine[0] + at);
+            if (m->shape->window > 0) {
+                es_rope_table(&m->shape->local_rope, &position, 1, m->work->cosine[1] + at,
+                              m->work->sine[1] + at);
+            }
+        }
+    }
+    meet(m);
+}
+
+static void head(const member *m)
+{
+    const es_batch *batch = m->pass->batch;
+    const es_tensor *w = &m->net->top.output;
+    const es_rows *in = norm(m, m->net->top.output_norm, !is_float(w), batch->rows, batch->n_rows);
+    int32_t vocab = w->rows, whole = vocab / ES_TILE, begin, end;
+    share(m, es_tiles(vocab), &begin, &end);
+    int32_t direct = smaller(end, whole);
+    if (begin < direct) {
+        m->k->gemm(w, begin, direct, in, 0, batch->n_rows,
+                   batch->logits + (size_t)begin * ES_TILE, (size_t)vocab);
+    }
+    if (end > whole && begin < end) { /* a tile that ends behind the row */
+        m->k->gemm(w, whole, end, in, 0, batch->n_rows, m->own->block[0], ES_TILE);
+        for (int32_t r = 0; r < batch->n_rows; r++) {
+            memcpy(batch->logits + (size_t)r * vocab + (size_t)whole * ES_TILE,
+                   m->own->block[0] + (size_t)r * ES_TILE,
+                   (size_t)(vocab % ES_TILE) * sizeof(float));
+        }
+    }
+}
+
+static void run(void *arg, int32_t index, int32_t of)
+{
+    const pass *p = arg;
+    uint64_t mode = es_fp_enter();
+    member self = {.pass = p, .net = p->net, .shape = &p->net->shape, .k = p->net->kernels,
+                   .work = p->work, .own = &p->work->own[index], .n = p->n, .index = index,
+                   .of = of};
+    const member *m = &self;
+    embed(m);
+    for (int32_t i = 0; i < m->shape->layers; i++) {
+        const es_layer *layer = &m->net->layer[i];
+        bool quantize = !is_float(&layer->q) || !is_float(&layer->k) || !is_float(&layer->v);
+        project_heads(m, i, norm(m, layer->attn_norm, quantize, NULL, m->n));
+        if (i + 1 == m->shape->layers && p->batch->n_rows == 0) {
+            break; /* nobody reads what is behind the last layer's K and V */
+        }
+        mix(m, i);
+        project(m, &layer->o, &m->work->mixed, layer->post_attn_norm);
+        quantize = !is_float(&layer->gate) || !is_float(&layer->up);
+        gate_and_up(m, layer, norm(m, layer->ffn_norm, quantize, NULL, m->n));
+        project(m, &layer->down, &m->work->gated, layer->post_ffn_norm);
+    }
+    if (p->batch->n_rows > 0) {
+        head(m);
+    }
+    es_fp_leave(mode);
+}
+
+void es_forward(const es_network *network, es_workspace *workspace, const es_batch *batch)
+{
+    pass p = {.net = network, .work = workspace, .batch = batch};
+    for (int32_t s = 0; s < batch->n_segments; s++) {
+        p.n += batch->segment[s].n;
+    }
+    es_pool_run(network->pool, run, &p);
+}

@@ -1,0 +1,49 @@
+/* model.h - a loaded model: what its targets share. */
+#ifndef ES_MODEL_H
+#define ES_MODEL_H
+
+#include <pthread.h>
+#include <stdbool.h>
+#include <stddef.h>
+
+#include "alloc.h"
+#include "arch.h"
+#include "edgespec.h"
+#include "forward.h"
+#include "gguf.h"
+
+/* A weight of the file and where it goes. */
+typedef struct es_placed {
+    es_slot slot;
+    const es_gguf_tensor *source;
+    es_tensor tensor;              /* of a matrix; data is NULL until it is packed */
+    size_t n_bytes;                /* packed */
+    size_t offset;                 /* in the model's pages; unless it is packed in the file */
+    bool is_in_file;
+} es_placed;
+
+struct es_model {
+    es_network network;
+    es_workspace *work;
+    pthread_mutex_t lock;          /* of everything that computes */
+    es_gguf *gguf;
+    es_placed *placed;             /* (n_placed), the embedding first */
+    int32_t n_placed;
+    es_pages pages;                /* weights packed here; none before loading began */
+    size_t page_bytes;             /* what they will take */
+    size_t weight_bytes;           /* of all weights, packed */
+    bool is_packed;                /* the file holds tiles */
+    bool use_mmap, wants_lock;
+
+    /* how far loading came */
+    int32_t next;                  /* placed weight */
+    int32_t next_tile;
+    size_t done;                   /* bytes */
+};
+
+static inline bool es_model_is_loaded(const es_model *model)
+{
+    return model->next == model->n_placed;
+}
+
+#endif

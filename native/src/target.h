@@ -1,0 +1,22 @@
+/* target.h - what a target is made of: target.c is its life and work, round_run.c drives it. */
+#ifndef ES_TARGET_H
+#define ES_TARGET_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "edgespec.h"
+#include "kvcache.h"
+#include "model.h"
+
+struct es_target {
+    es_model *model;
+    es_target_params params;
+    es_kv *kv;
+    float *scratch;              /* (threads, scratch_stride) of attention */
+    size_t scratch_stride;
+    float *logits;               /* (logits_rows, vocab) of rounds whose host wants none */
+    int32_t logits_rows;
+};
+
+#endif
