@@ -108,7 +108,7 @@ static inline void es_sincos(double x, double *sin_x, double *cos_x)
     *cos_x = quarter == 0 ? c : quarter == 1 ? -s : quarter == 2 ? -c : s;
 }
 
-/* ---- floats ------------------------------------------------------------------------------- */
+/* ---- floats ------------------------------------------------------------------------------ */
 
 /* Coefficients: minimax fits of (e^r - 1 - r) / r^2 on |r| <= ln 2 / 2, and of
    (tanh x / x - 1) / x^2 in x^2 on |x| <= 0.625. Highest power first. */

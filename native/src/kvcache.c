@@ -41,7 +41,7 @@ struct es_kv {
     bool is_chain;
 };
 
-/* ---- sizes ------------------------------------------------------------------------------------ */
+/* ---- sizes ------------------------------------------------------------------------------- */
 
 static size_t times(size_t a, size_t b)
 {
@@ -109,15 +109,15 @@ size_t es_kv_bytes(const es_kv_shape *shape)
     return plus(page_bytes(shape), books);
 }
 
-/* ---- life ------------------------------------------------------------------------------------- */
+/* ---- life -------------------------------------------------------------------------------- */
 
 static es_status check_shape(const es_kv_shape *s)
 {
     if (s->layers < 1 || s->layers > MOST || s->kv_heads < 1 || s->kv_heads > MOST ||
         s->head_dim < 1 || s->head_dim > MOST) {
         return es_fail(ES_ERR_ARGUMENT,
-                       "KV cache: expected 1..%d layers, heads and values of a head, got %d, %d, %d",
-                       (int)MOST, (int)s->layers, (int)s->kv_heads, (int)s->head_dim);
+                       "KV cache: expected 1..%d layers, heads and values of a head, got %d, %d "
+                       "and %d", (int)MOST, (int)s->layers, (int)s->kv_heads, (int)s->head_dim);
     }
     if (s->context < 1 || s->context > INT32_MAX - 16 || s->batch < 1 ||
         s->batch > INT32_MAX - 16) {
@@ -199,7 +199,7 @@ void es_kv_free(es_kv *kv)
     es_free(kv);
 }
 
-/* ---- rows ------------------------------------------------------------------------------------- */
+/* ---- rows -------------------------------------------------------------------------------- */
 
 int64_t es_kv_length(const es_kv *kv)
 {
@@ -379,7 +379,7 @@ es_status es_kv_truncate(es_kv *kv, int64_t length)
     return ES_OK;
 }
 
-/* ---- attention -------------------------------------------------------------------------------- */
+/* ---- attention --------------------------------------------------------------------------- */
 
 static int32_t least(int64_t a, int64_t b)
 {

@@ -10,8 +10,9 @@
 
    Logical order: a row sees its visible committed positions ascending (sinks and window where there
    are any), then its ancestors among the open rows by depth, itself last. Scores are laid out in
-   that order before the softmax; values are added in that order. So the row's sums are those it
-   would have alone, decoded one by one. */
+   that order before the softmax; values are added in that order; in the end the sums are multiplied
+   by 1 / sum of the weights. So a row's result is the one it would have alone, decoded one by
+   one. */
 #ifndef ES_KVCACHE_H
 #define ES_KVCACHE_H
 

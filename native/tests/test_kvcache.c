@@ -261,7 +261,7 @@ static int32_t random_path(const world *w, int32_t *path)
     return n;
 }
 
-/* ---- tests ---------------------------------------------------------------------------------- */
+/* ---- tests ------------------------------------------------------------------------------- */
 
 static es_kv_shape shape_of(int32_t dim, const uint8_t *windowed, es_kv_format format)
 {
