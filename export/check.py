@@ -22,6 +22,8 @@ from edgespec.agreement import compare
 from edgespec.cpu import usable_cores
 from edgespec.errors import BackendError, FormatError
 from edgespec.progress import Progress, silent
+from edgespec.targets.native import NativeTarget
+from edgespec.tree.topology import chain
 from edgespec_export import forward, sources
 from edgespec_export.reference import Reference
 from edgespec_export.weights import ModelConfig, WeightSet
@@ -112,16 +114,7 @@ def check_gguf(
     Where every tensor came out bit for bit the numbers follow without running anything.
     """
     written = sources.gguf.read(path)
-    errors = {}
-    for name, tensor in weights.tensors.items():
-        other = written.tensors[name]
-        if other.kind == tensor.kind and np.array_equal(
-            other.load_raw().reshape(-1), tensor.load_raw().reshape(-1)
-        ):
-            continue
-        error = relative_error(tensor.load_f32(), other.load_f32())
-        if error > 0:
-            errors[name] = error
+    errors = tensor_errors(weights, written)
     tokens = reference.windows.size
     if not errors and reference.by == "numpy" and _is_same_model(weights, written):
         return Check(0.0, 1.0, tokens, reference.by, {}, None, 0)
@@ -147,6 +140,59 @@ def check_gguf(
         None,
         0,
     )
+
+
+def check_packed(
+    path: Path,
+    reference: Reference,
+    errors: dict[str, float],
+    progress: Progress = silent,
+) -> Check:
+    """Runs target.packed.gguf in the native engine over the windows.
+
+    `errors` are those of the GGUF it was packed from, whose values it has.
+    """
+    kl, top1 = [], []
+    count, length = reference.windows.shape
+    target = NativeTarget(path, context=length, threads=usable_cores())
+    try:
+        for index, window in enumerate(reference.windows):
+            target.truncate(0)
+            for rows in _row_slices(length):
+                tree = chain(window[rows].astype(np.int32))
+                got = target.forward(tree)
+                divergence, is_same, _ = compare(reference.logits(index, rows), got)
+                target.commit(np.arange(tree.n, dtype=np.int32))
+                kl.append(divergence)
+                top1.append(is_same)
+            progress(f"check {path.name}", index + 1, count)
+    finally:
+        target.close()
+    all_kl, all_top1 = np.concatenate(kl), np.concatenate(top1)
+    return Check(
+        float(all_kl.mean()),
+        float(all_top1.mean()),
+        len(all_kl),
+        reference.by,
+        errors,
+        None,
+        0,
+    )
+
+
+def tensor_errors(weights: WeightSet, written: WeightSet) -> dict[str, float]:
+    """Relative error of each tensor that is not exact."""
+    errors = {}
+    for name, tensor in weights.tensors.items():
+        other = written.tensors[name]
+        if other.kind == tensor.kind and np.array_equal(
+            other.load_raw().reshape(-1), tensor.load_raw().reshape(-1)
+        ):
+            continue
+        error = relative_error(tensor.load_f32(), other.load_f32())
+        if error > 0:
+            errors[name] = error
+    return errors
 
 
 def require(

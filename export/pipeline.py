@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from edgespec import bundle as bundles
+from edgespec._native import NativeModel
 from edgespec.bundle import (
     Architecture,
     Bundle,
@@ -25,6 +26,7 @@ from edgespec.bundle import (
     WeightsEntry,
 )
 from edgespec.chat import ChatTemplate
+from edgespec.cpu import usable_cores
 from edgespec.errors import EdgeSpecError, UsageError
 from edgespec.gguf_model import BIT_FOR_BIT
 from edgespec.manifest import CHAT_TEMPLATE, MANIFEST, TARGETS, TOKENIZER
@@ -35,7 +37,8 @@ from edgespec_export import gguf_file, onnx_graph, reference, sources
 from edgespec_export.quantize import QUANTS, made_from
 from edgespec_export.weights import Origin, WeightSet
 
-FORMATS = ("gguf", "onnx")
+UNPACKED = ".unpacked.gguf"
+FORMATS = ("gguf", "onnx", "packed")  # in the order they are made
 
 
 def _quiet(line: str) -> None:
@@ -64,7 +67,7 @@ def export(
     a full disk there is nothing new, and a bundle that `out` was before is as it was.
 
     Args:
-        formats: "gguf", "onnx" or both.
+        formats: some of FORMATS.
         quant: q4_0, q4_1, q8_0, f16, f32; None keeps what the source holds.
         attention, taps: of the ONNX graph, see `onnx_graph.write`.
         check: compare with the source, fail above the limit, note the result.
@@ -77,12 +80,13 @@ def export(
     Raises UsageError for options that do not exist and for an `out` that is something
     else than a bundle, and what the source's reader and the writers raise.
     """
-    wanted = tuple(dict.fromkeys(formats))
-    for form in wanted:
-        if form not in FORMATS:
-            raise UsageError(f"--format {form}: expected {' or '.join(FORMATS)}")
-    if not wanted:
-        raise UsageError(f"no format: expected {' or '.join(FORMATS)}")
+    asked = set(formats)
+    expected = f"{', '.join(FORMATS[:-1])} or {FORMATS[-1]}"
+    for form in asked.difference(FORMATS):
+        raise UsageError(f"--format {form}: expected {expected}")
+    if not asked:
+        raise UsageError(f"no format: expected {expected}")
+    wanted = [form for form in FORMATS if form in asked]
     taps = tuple(taps)
     if taps and "onnx" not in wanted:
         raise UsageError("--taps: only the ONNX graph has them; add --format onnx")
@@ -107,8 +111,10 @@ def export(
         for form in wanted:
             if form == "gguf":
                 writer.gguf()
-            else:
+            elif form == "onnx":
                 writer.onnx(attention, taps)
+            else:
+                writer.packed()
         if check:
             writer.check(source, check_tokens, max_kl)
         else:
@@ -154,13 +160,17 @@ class _Writer:
         self.checks: dict[str, CheckEntry] = {}
         self.entry: OnnxEntry | None = None
         self.errors: dict[str, float] = {}
+        self.unpacked: Path | None = None  # what target.packed.gguf was made of
 
     def gguf(self) -> None:
         """target.gguf."""
+        self.containers["gguf"] = self._write_gguf(self.work / TARGETS["gguf"])
+
+    def _write_gguf(self, path: Path) -> Container:
         report = gguf_file.write(
             self.weights,
             self.quant,
-            self.work / TARGETS["gguf"],
+            path,
             lambda _, done, total: self.progress("write target.gguf", done, total),
         )
         types = Counter(report.kinds.values())
@@ -171,7 +181,7 @@ class _Writer:
             and kind != tensor.kind
         )
         kept = self.quant is None and self.weights.origin.format == "gguf"
-        self.containers["gguf"] = Container(
+        return Container(
             self.quant or _matrix_kind(self.weights).lower(),
             report.n_bytes,
             dict(sorted(types.items())),
@@ -203,14 +213,38 @@ class _Writer:
             onnx_graph.INPUTS_VERSION,
         )
 
+    def packed(self) -> None:
+        """target.packed.gguf, out of target.gguf or of a GGUF that does not stay."""
+        container = self.containers.get("gguf")
+        self.unpacked = self.work / TARGETS["gguf"]
+        if container is None:
+            self.unpacked = self.work / UNPACKED
+            container = self._write_gguf(self.unpacked)
+        path = self.work / TARGETS["packed"]
+        model = NativeModel(self.unpacked, threads=usable_cores())
+        try:
+            model.load(self.progress, f"write {path.name}")
+            model.save(path)
+        finally:
+            model.close()
+        self.containers["packed"] = replace(container, bytes=path.stat().st_size)
+
     def check(self, source: Path, tokens: int | None, max_kl: float | None) -> None:
         """Every container against the source; raises above the limit."""
         windows = checks.windows(self.weights, limit=tokens)
         truth = reference.of_source(self.weights, source, windows, self.progress)
+        errors: dict[str, float] | None = None
         for form, container in self.containers.items():
             path = self.work / TARGETS[form]
             if form == "gguf":
                 result = checks.check_gguf(path, self.weights, truth, self.progress)
+                errors = result.errors
+            elif form == "packed":
+                assert self.unpacked is not None
+                if errors is None:
+                    written = sources.gguf.read(self.unpacked)
+                    errors = checks.tensor_errors(self.weights, written)
+                result = checks.check_packed(path, truth, errors, self.progress)
             else:
                 result = checks.check_onnx(
                     path, self.weights, truth, self.errors, self.progress
@@ -222,6 +256,7 @@ class _Writer:
     def finish(self, name: str) -> None:
         """Tokenizer, template and the manifest."""
         weights, config = self.weights, self.weights.config
+        (self.work / UNPACKED).unlink(missing_ok=True)
         (self.work / TOKENIZER).write_text(weights.tokenizer_json, encoding="utf-8")
         if weights.chat_template is not None:
             path = self.work / CHAT_TEMPLATE
@@ -285,7 +320,7 @@ class _Writer:
 
 
 def _size_column(form: str, container: Container) -> str:
-    return f"target.{form:<5}{container.kind:<12}{container.bytes / 1e6:9.1f} MB"
+    return f"target.{form:<7}{container.kind:<12}{container.bytes / 1e6:9.1f} MB"
 
 
 def _tensor_lines(errors: dict[str, float]) -> list[str]:

@@ -26,7 +26,10 @@ def command(
     formats: Annotated[
         list[str] | None,
         typer.Option(
-            "--format", metavar="FORMAT", help="gguf (default) or onnx. Repeatable."
+            "--format",
+            metavar="FORMAT",
+            help="gguf (default), onnx, or packed: for the native backend alone, which "
+            "maps it and starts at once. Repeatable.",
         ),
     ] = None,
     quant: Annotated[

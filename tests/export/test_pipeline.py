@@ -9,11 +9,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from edgespec._native import NativeModel
 from edgespec.bundle import open_bundle
 from edgespec.errors import EdgeSpecError, FormatError, ModelNotFoundError, UsageError
 from edgespec.inspection import inspect_file
+from edgespec.targets.native import NativeTarget
 from edgespec.targets.onnx import OnnxTarget
 from edgespec_export import check, gguf_file, onnx_graph, pipeline
 from edgespec_export.weights import Origin
@@ -137,6 +140,33 @@ def test_bundles_of_the_other_families(tmp_path: Path, family: str, kind: str) -
     target.close()
 
 
+@pytest.mark.parametrize("quant", [None, "q4_1"])
+def test_packed_weights_answer_as_their_gguf(
+    tmp_path: Path, source: Path, quant: str | None
+) -> None:
+    """The same logits, bit for bit, whether packed when exported or when loaded."""
+    both = export(source, tmp_path / "both", formats=("packed", "gguf"), quant=quant)
+    alone = export(source, tmp_path / "alone", formats=("packed",), quant=quant)
+    assert names(tmp_path / "alone") == [
+        *("chat_template.jinja", "edgespec.json", "target.packed.gguf"),
+        "tokenizer.json",
+    ]
+    packed = alone.path_of("target.packed.gguf")
+    assert packed.read_bytes() == both.path_of("target.packed.gguf").read_bytes()
+    made, entry = alone.manifest.quantisation["packed"], alone.manifest.check["packed"]
+    assert made.types == both.manifest.quantisation["gguf"].types
+    assert made.bytes == packed.stat().st_size
+    assert 0 <= entry.kl < check.MAX_KL[quant or "f32"]
+    assert [weights.file for weights in alone.manifest.weights] == [packed.name]
+    logits = []
+    for path in (packed, both.path_of("target.gguf")):
+        target = NativeTarget(path, context=32, threads=1)
+        assert target.info.is_packed == (path == packed)
+        logits.append(target.prefill(np.arange(1, 20, dtype=np.int32)).copy())
+        target.close()
+    assert (logits[0] == logits[1]).all()
+
+
 def test_without_check(tmp_path: Path, source: Path) -> None:
     lines: list[str] = []
     bundle = export(source, tmp_path / "b", quant="q4_0", check=False, log=lines.append)
@@ -186,7 +216,10 @@ def test_what_is_no_bundle_stays(tmp_path: Path, source: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"formats": ("onnx", "tflite")}, "--format tflite: expected gguf or onnx"),
+        (
+            {"formats": ("onnx", "tflite")},
+            "--format tflite: expected gguf, onnx or",
+        ),
         ({"formats": ()}, "no format"),
         ({"quant": "q3_k"}, "--quant q3_k: expected one of"),
         ({"formats": ("onnx",), "attention": "flash"}, "--attention flash"),
@@ -240,6 +273,7 @@ def older(tmp_path_factory: pytest.TempPathFactory, source: Path) -> Path:
 PLACES: dict[str, tuple[Any, str]] = {
     "gguf": (gguf_file, "_encode"),
     "onnx": (onnx_graph._Graph, "_linear"),
+    "packed": (NativeModel, "save"),
     "check": (check, "compare"),
     "manifest": (pipeline.bundles, "write_manifest"),
     "publish": (Path, "rename"),
@@ -266,7 +300,7 @@ def test_interruptions_leave_everything_as_it_was(
         with monkeypatch.context() as patch:
             patch.setattr(*PLACES[where], fail(error))
             with pytest.raises(raised):
-                export(source, out, formats=("gguf", "onnx"), quant="q8_0")
+                export(source, out, formats=pipeline.FORMATS, quant="q8_0")
     assert names(tmp_path) == ["old"]
     assert {p.name: p.read_bytes() for p in (tmp_path / "old").iterdir()} == before
 
