@@ -238,7 +238,7 @@ static es_status matrix_size(const es_gguf *gguf, const es_gguf_tensor *t, int64
     bool found;
     es_status status = es_packed_tensor(gguf, t->name, &tiles, &found);
     if (status == ES_OK) {
-        *rows = found ? tiles.rows : t->dim[1] * t->dim[2] * t->dim[3];
+        *rows = found ? tiles.rows : t->dim[1];
         *cols = found ? tiles.cols : t->dim[0];
     }
     return status;
@@ -487,6 +487,10 @@ static es_status check_shape(const es_gguf *gguf, const es_gguf_tensor *t, const
 {
     int64_t rows, cols;
     es_status status = matrix_size(gguf, t, &rows, &cols);
+    if (status == ES_OK && (t->dim[2] != 1 || t->dim[3] != 1)) {
+        return es_fail(ES_ERR_FORMAT, "%s: tensor %s: expected one matrix, got %d dimensions",
+                       es_gguf_name(gguf), slot->name, (int)t->n_dims);
+    }
     if (status == ES_OK && (rows != slot->rows || cols != slot->cols)) {
         return es_fail(ES_ERR_FORMAT, "%s: tensor %s: expected %d rows of %d, got %lld rows of "
                        "%lld", es_gguf_name(gguf), slot->name, (int)slot->rows, (int)slot->cols,
