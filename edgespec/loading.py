@@ -83,7 +83,7 @@ def open_session(
 def open_target(
     bundle: Model, runtime: Runtime, progress: Progress | None = None
 ) -> Target:
-    """The target a runtime asks for; by itself onnx where there is a graph."""
+    """The target a runtime asks for; by itself native where there is a GGUF."""
     limit = bundle.manifest.architecture.max_position
     check_runtime(runtime, limit)
     context = (
@@ -92,7 +92,8 @@ def open_target(
     threads = usable_cores() if runtime.threads is None else runtime.threads
     backend = runtime.backend
     if backend == "auto":
-        backend = "onnx" if TARGETS["onnx"] in bundle else "native"
+        has_weights = any(TARGETS[form] in bundle for form in ("packed", "gguf"))
+        backend = "native" if has_weights else "onnx"
     if backend == "native":
         return _open_native(bundle, runtime, context, threads, progress or silent)
     _refuse_native_options(runtime, backend)

@@ -31,12 +31,15 @@ def test_lines_for_people(quick, capsys) -> None:
     lines = capsys.readouterr().out.splitlines()
     names = [line.split("  ")[0] for line in lines]
     assert names == [
-        *("edgespec", "native library", "processor", "features", "usable cores"),
-        *("read bandwidth", "int8 rate", "memory", "onnx", "llamacpp", "cache", "hub"),
+        *("edgespec", "native library", "processor", "features", "kernels"),
+        *("usable cores", "read bandwidth", "int8 rate", "memory"),
+        *("native", "onnx", "llamacpp", "cache", "hub"),
     ]
     by_name = dict(zip(names, lines, strict=True))
     assert "12.5 GB/s with 2 threads" in by_name["read bandwidth"]
     assert "works" in by_name["onnx"]
+    assert by_name["kernels"].count("(taken)") == 1
+    assert "threads and" in by_name["native"]
     assert str(quick) in by_name["cache"]
     assert "not asked" in by_name["hub"]
     assert not quick.exists()  # looking changes nothing

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from edgespec import inspection, machine
+from edgespec._native import NativeModel, target_memory
 from edgespec.cli.app import main
 from edgespec.cli.render import draw_tree, mark_drafted, megabytes, table
 from edgespec.errors import ModelNotFoundError
@@ -88,18 +89,43 @@ def test_onnx_by_its_nodes(tiny, capsys, rates) -> None:
     assert layout["types"]["uint8"]["bytes"] > 0
 
 
-def test_bundle_runs_and_shows_shares(tiny, capsys, rates) -> None:
-    data = as_json(capsys, tiny / "out", "--threads", "1")
+@pytest.mark.parametrize(
+    ("options", "backend", "container"),
+    [([], "native", "gguf"), (["--backend", "onnx"], "onnx", "onnx")],
+)
+def test_bundle_runs_and_shows_shares(
+    tiny, capsys, rates, options, backend, container
+) -> None:
+    data = as_json(capsys, tiny / "out", "--threads", "1", *options)
     assert set(data["containers"]) == {"gguf", "onnx"}
     assert data["containers"]["gguf"]["note"]
-    assert data["reached"]["backend"] == "onnx"
+    assert data["reached"]["backend"] == backend
     widths = data["reached"]["widths"]
     assert [width["rows"] for width in widths] == list(WIDTHS)
     for width in widths:
-        read = data["containers"]["onnx"]["read_bytes"] / width["ms"] / 1e6
+        read = data["containers"][container]["read_bytes"] / width["ms"] / 1e6
         assert width["read_gb_per_s"] == pytest.approx(read)
         assert width["read_share"] == pytest.approx(read / RATES.read_gb_per_s)
     assert data["memory"]["onnx"]["kv"] == 2 * data["memory"]["gguf"]["kv"]
+
+
+def test_memory_of_a_gguf_is_what_the_engine_asks_for(tiny, capsys) -> None:
+    path = tiny / "tiny.gguf"
+    found = as_json(capsys, path, "--no-measure", "--ctx", "300")["memory"]["gguf"]
+    model = NativeModel(path, threads=1)
+    assert found["weights"] == model.info.weight_bytes
+    assert found["kv"] + found["buffers"] == target_memory(model, context=300)
+    model.close()
+
+
+def test_shards_are_inspected_as_one(tiny, tmp_path, capsys) -> None:
+    first = checkpoints.gguf_checkpoint(tmp_path / "tiny.gguf", n_shards=3)
+    whole, parts = (
+        as_json(capsys, path, "--no-measure") for path in (tiny / "tiny.gguf", first)
+    )
+    for data in (whole, parts):
+        del data["path"], data["containers"]["gguf"]["file"]
+    assert parts == whole
 
 
 def test_text_for_people(tiny, capsys, rates) -> None:

@@ -9,19 +9,26 @@ import pytest
 import edgespec
 from edgespec import models
 from edgespec.bundle import Bundle
-from edgespec.config import Sampling, Speculation, Stopping
+from edgespec.config import Runtime, Sampling, Speculation, Stopping
 from edgespec.session import Session
 
 GOLDEN = models.card("smollm2-135m").golden
 
 
 @pytest.fixture(scope="module", params=["none", "ngram"])
+def draft(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module", params=["native", "onnx"])
 def session(
-    smollm2_bundle: Bundle, request: pytest.FixtureRequest
+    smollm2_bundle: Bundle, draft: str, request: pytest.FixtureRequest
 ) -> Iterator[Session]:
-    speculation = Speculation(draft=request.param)
-    directory = str(smollm2_bundle.directory)
-    with edgespec.load(directory, speculation=speculation) as loaded:
+    with edgespec.load(
+        smollm2_bundle.directory,
+        runtime=Runtime(backend=request.param),
+        speculation=Speculation(draft=draft),
+    ) as loaded:
         yield loaded
 
 

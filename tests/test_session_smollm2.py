@@ -21,9 +21,12 @@ from tests.processes import python
 GREEDY = Sampling(temperature=0)
 
 
-@pytest.fixture(scope="module")
-def session(smollm2_bundle: Bundle) -> Iterator[Session]:
-    with open_session(smollm2_bundle, runtime=Runtime(context=512)) as opened:
+@pytest.fixture(scope="module", params=["native", "onnx"])
+def session(
+    smollm2_bundle: Bundle, request: pytest.FixtureRequest
+) -> Iterator[Session]:
+    runtime = Runtime(backend=request.param, context=512)
+    with open_session(smollm2_bundle, runtime=runtime) as opened:
         yield opened
 
 
@@ -129,7 +132,7 @@ from edgespec.bundle import open_bundle
 from edgespec.config import Runtime, Sampling, Stopping
 from edgespec.loading import open_session
 bundle = open_bundle(Path({str(smollm2_bundle.directory)!r}))
-session = open_session(bundle, runtime=Runtime(context=512))
+session = open_session(bundle, runtime=Runtime({session.backend!r}, context=512))
 sampling, stopping = Sampling(temperature=2.0, seed=42), Stopping(max_tokens=10)
 reply = session.complete({prompt!r}, sampling=sampling, stopping=stopping)
 print(json.dumps(reply.tokens))
@@ -221,7 +224,7 @@ def test_c35_options_that_do_not_fit_the_model(smollm2_bundle: Bundle) -> None:
         (Runtime(threads=0), UsageError, "threads"),
         (Runtime(threads=100_000), UsageError, "threads: expected at most 256"),
         (Runtime(prefill_chunk=0), UsageError, "prefill_chunk"),
-        (Runtime(backend="native"), UsageError, "backend"),
+        (Runtime(backend="metal"), UsageError, "backend"),
     ):
         with pytest.raises(error, match=words):
             open_session(smollm2_bundle, runtime=runtime)
@@ -255,7 +258,9 @@ def test_c06_no_tree_changes_a_token(
     session.is_speculating = True
     options = Speculation(tree=tree, cost_slope=0.1)
     with open_session(
-        smollm2_bundle, runtime=Runtime(context=512), speculation=options
+        smollm2_bundle,
+        runtime=Runtime(backend=session.backend, context=512),
+        speculation=options,
     ) as drafting:
         assert drafting.target.capabilities.row_invariant
         drafted = say(drafting, prompt, 48, sampling)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import time
 from ctypes import POINTER, byref, c_char, c_char_p, c_int32
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,9 @@ from edgespec._native.library import (
 from edgespec._native.machine import names
 from edgespec.errors import UsageError
 from edgespec.progress import Progress, silent
+
+
+QUIET_SECONDS = 0.3  # of packing, before it is worth a word
 
 
 class CModelParams(ctypes.Structure):
@@ -129,13 +133,15 @@ class NativeModel:
         _open(os.fsencode(path), byref(params), byref(self._handle))
 
     def load(self, progress: Progress = silent, what: str = "pack") -> None:
-        """Packs the weights, in parts, so that progress shows and Ctrl-C works."""
+        """Packs the weights, in parts, so that Ctrl-C works; slow work is shown."""
         done, total = SIZE(), SIZE()
+        started = time.perf_counter()
         is_shown = False
         while True:
             _load(self.open_handle, byref(done), byref(total))
             is_done = done.value >= total.value
-            is_shown = is_shown or not is_done
+            is_late = time.perf_counter() - started > QUIET_SECONDS
+            is_shown = is_shown or (is_late and not is_done)
             if is_shown:
                 progress(what, done.value, total.value)
             if is_done:
