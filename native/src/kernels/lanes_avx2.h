@@ -90,11 +90,10 @@ static inline int32_t v16_to_i8(int8_t *p, v16 x)
     __m128i bytes = _mm_packs_epi16(_mm256_castsi256_si128(words),
                                     _mm256_extracti128_si256(words, 1));
     _mm_storeu_si128((__m128i *)p, bytes);
-    __m256i eight = _mm256_add_epi32(lo, hi);
-    __m128i four = _mm_add_epi32(_mm256_castsi256_si128(eight),
-                                 _mm256_extracti128_si256(eight, 1));
-    __m128i two = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4E));
-    return _mm_cvtsi128_si32(_mm_add_epi32(two, _mm_shuffle_epi32(two, 0xB1)));
+    /* 128 more each: unsigned bytes are what there is an instruction for. */
+    __m128i biased = _mm_xor_si128(bytes, _mm_set1_epi8(-128));
+    __m128i two = _mm_sad_epu8(biased, _mm_setzero_si128());
+    return _mm_cvtsi128_si32(_mm_add_epi32(two, _mm_unpackhi_epi64(two, two))) - 16 * 128;
 }
 
 static inline v16 v16_first(v16 x, int32_t n)

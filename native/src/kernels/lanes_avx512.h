@@ -92,16 +92,26 @@ static inline v16 v16_from_i8_n(const int8_t *p, int32_t n)
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(v16_mask(n), p)));
 }
 
-static inline int32_t v16_to_i8_n(int8_t *p, v16 x, int32_t n)
+/* Sum of 16 int8: unsigned ones, 128 more each, are what there is an instruction for. */
+static inline int32_t v16_sum_i8(__m128i q)
 {
-    __m512i q = _mm512_maskz_cvtps_epi32(v16_mask(n), x);
-    _mm512_mask_cvtepi32_storeu_epi8(p, v16_mask(n), q);
-    return _mm512_reduce_add_epi32(q);
+    __m128i biased = _mm_xor_si128(q, _mm_set1_epi8(-128));
+    __m128i two = _mm_sad_epu8(biased, _mm_setzero_si128());
+    return _mm_cvtsi128_si32(_mm_add_epi32(two, _mm_unpackhi_epi64(two, two))) - 16 * 128;
 }
 
 static inline int32_t v16_to_i8(int8_t *p, v16 x)
 {
-    return v16_to_i8_n(p, x, 16);
+    __m128i q = _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x));
+    _mm_storeu_si128((__m128i *)p, q);
+    return v16_sum_i8(q);
+}
+
+static inline int32_t v16_to_i8_n(int8_t *p, v16 x, int32_t n)
+{
+    __m128i q = _mm512_cvtepi32_epi8(_mm512_maskz_cvtps_epi32(v16_mask(n), x));
+    _mm_mask_storeu_epi8(p, v16_mask(n), q);
+    return v16_sum_i8(q);
 }
 
 static inline void v16_load_pairs(const float *p, v16 *x, v16 *y)
