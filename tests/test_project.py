@@ -12,6 +12,7 @@ import pytest
 
 from edgespec.cli.app import main
 from edgespec.version import __version__
+from tests.processes import python
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -87,16 +88,29 @@ def test_ci_fails_when_the_readmes_command_does(tmp_path: Path) -> None:
         assert done.stdout == b""
 
 
-def test_chat_command_pulls_in_neither_torch_nor_llama() -> None:
+def test_the_first_command_needs_no_extra() -> None:
+    """Fetching and running a GGUF: no torch, no llama.cpp, no writers of formats."""
+    assert re.search(r"pip install \.$", readme_block("chat"), re.M)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = re.search(r"pip install '\.\[(.*?)\]'", readme_block("chat"))
-    assert extras is not None
-    packages = list(project["dependencies"])
-    for extra in extras[1].split(","):
-        packages += project["optional-dependencies"][extra]
+    packages = project["dependencies"]
     names = {re.split(r"[<>=!; \[]", package)[0].lower() for package in packages}
     assert not names & {"torch", "transformers", "optimum", "llama-cpp-python"}
-    assert {"numpy", "onnxruntime", "onnx"} <= names
+    assert not names & {"gguf", "onnx", "safetensors"}
+    assert {"numpy", "onnxruntime", "tokenizers", "jinja2"} <= names
+
+
+def test_native_models_load_no_foreign_runtime() -> None:
+    """Start-up and memory of the first command are the engine's own."""
+    code = """
+import sys
+import edgespec.cli.app, edgespec.loading, edgespec.conversation
+import edgespec.targets.native
+heavy = {"onnxruntime", "llama_cpp", "torch", "gguf", "onnx", "rich.progress", "http"}
+heavy |= {"edgespec_export", "prompt_toolkit", "http.client"}
+print(*sorted(heavy & set(sys.modules)))
+"""
+    done = subprocess.run(python(code), check=True, capture_output=True, text=True)
+    assert done.stdout.split() == []
 
 
 def test_every_dependency_says_why() -> None:
