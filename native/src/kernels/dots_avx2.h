@@ -4,6 +4,7 @@
 #ifndef ES_DOTS_AVX2_H
 #define ES_DOTS_AVX2_H
 
+#include "inlining.h"
 #include <immintrin.h>
 #include <stdint.h>
 #include <string.h>
@@ -18,50 +19,48 @@ enum { DOT_LANES = 8, DOT_ROWS = 8, DOT_FLOAT_ROWS = 2 };
 typedef __m256i dint;
 typedef __m256 dflt;
 
-#define DOT_INLINE static inline __attribute__((always_inline))
-
-DOT_INLINE dint dot_load(const uint8_t *p)
+ES_INLINE dint dot_load(const uint8_t *p)
 {
     return _mm256_load_si256((const __m256i *)p);
 }
 
-DOT_INLINE dint dot_set1_u8(int32_t value)
+ES_INLINE dint dot_set1_u8(int32_t value)
 {
     return _mm256_set1_epi8((char)value);
 }
 
-DOT_INLINE dint dot_and(dint a, dint b)
+ES_INLINE dint dot_and(dint a, dint b)
 {
     return _mm256_and_si256(a, b);
 }
 
-DOT_INLINE dint dot_or(dint a, dint b)
+ES_INLINE dint dot_or(dint a, dint b)
 {
     return _mm256_or_si256(a, b);
 }
 
-DOT_INLINE dint dot_xor(dint a, dint b)
+ES_INLINE dint dot_xor(dint a, dint b)
 {
     return _mm256_xor_si256(a, b);
 }
 
-DOT_INLINE dint dot_shl(dint a, int32_t n)
+ES_INLINE dint dot_shl(dint a, int32_t n)
 {
     return _mm256_slli_epi16(a, n);
 }
 
-DOT_INLINE dint dot_shr(dint a, int32_t n)
+ES_INLINE dint dot_shr(dint a, int32_t n)
 {
     return _mm256_srli_epi16(a, n);
 }
 
-DOT_INLINE dint dot_lookup(const int8_t *table, dint levels)
+ES_INLINE dint dot_lookup(const int8_t *table, dint levels)
 {
     __m128i codes = _mm_loadu_si128((const __m128i *)table);
     return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(codes), levels);
 }
 
-DOT_INLINE __m256i dot_four(const int8_t *q)
+ES_INLINE __m256i dot_four(const int8_t *q)
 {
     int32_t four;
     memcpy(&four, q, sizeof four);
@@ -70,7 +69,7 @@ DOT_INLINE __m256i dot_four(const int8_t *q)
 
 #if defined(__AVXVNNI__)
 
-DOT_INLINE dint dot_row(const dint *levels, int32_t d0, int32_t d1, int32_t largest, const int8_t *q)
+ES_INLINE dint dot_row(const dint *levels, int32_t d0, int32_t d1, int32_t largest, const int8_t *q)
 {
     (void)largest;
     __m256i sum = _mm256_setzero_si256();
@@ -83,7 +82,7 @@ DOT_INLINE dint dot_row(const dint *levels, int32_t d0, int32_t d1, int32_t larg
 
 #else
 
-DOT_INLINE dint dot_row(const dint *levels, int32_t d0, int32_t d1, int32_t largest, const int8_t *q)
+ES_INLINE dint dot_row(const dint *levels, int32_t d0, int32_t d1, int32_t largest, const int8_t *q)
 {
     const __m256i ones = _mm256_set1_epi16(1);
     __m256i sum = _mm256_setzero_si256();
@@ -114,7 +113,7 @@ DOT_INLINE dint dot_row(const dint *levels, int32_t d0, int32_t d1, int32_t larg
 
 #endif
 
-DOT_INLINE void dot_rows(const dint *levels, int32_t d0, int32_t d1, int32_t largest,
+ES_INLINE void dot_rows(const dint *levels, int32_t d0, int32_t d1, int32_t largest,
                          const int8_t *q, size_t stride, int32_t m, dint *sum)
 {
 #pragma GCC unroll 8
@@ -123,47 +122,47 @@ DOT_INLINE void dot_rows(const dint *levels, int32_t d0, int32_t d1, int32_t lar
     }
 }
 
-DOT_INLINE dint dot_less(dint sum, const int32_t *count, int32_t shift)
+ES_INLINE dint dot_less(dint sum, const int32_t *count, int32_t shift)
 {
     return _mm256_sub_epi32(sum, _mm256_slli_epi32(_mm256_set1_epi32(*count), shift));
 }
 
-DOT_INLINE dflt dot_to_float(dint a)
+ES_INLINE dflt dot_to_float(dint a)
 {
     return _mm256_cvtepi32_ps(a);
 }
 
-DOT_INLINE dflt dot_half(const uint8_t *p)
+ES_INLINE dflt dot_half(const uint8_t *p)
 {
     return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
 }
 
-DOT_INLINE __m256i dot_bytes(const uint8_t *p)
+ES_INLINE __m256i dot_bytes(const uint8_t *p)
 {
     return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p));
 }
 
-DOT_INLINE dflt dot_u8(const uint8_t *p)
+ES_INLINE dflt dot_u8(const uint8_t *p)
 {
     return _mm256_cvtepi32_ps(dot_bytes(p));
 }
 
-DOT_INLINE dflt dot_u8_low(const uint8_t *p)
+ES_INLINE dflt dot_u8_low(const uint8_t *p)
 {
     return _mm256_cvtepi32_ps(_mm256_and_si256(dot_bytes(p), _mm256_set1_epi32(15)));
 }
 
-DOT_INLINE dflt dot_u8_high(const uint8_t *p)
+ES_INLINE dflt dot_u8_high(const uint8_t *p)
 {
     return _mm256_cvtepi32_ps(_mm256_srli_epi32(dot_bytes(p), 4));
 }
 
-DOT_INLINE dflt dot_i8(const uint8_t *p)
+ES_INLINE dflt dot_i8(const uint8_t *p)
 {
     return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)));
 }
 
-DOT_INLINE dflt dot_power(const uint8_t *p)
+ES_INLINE dflt dot_power(const uint8_t *p)
 {
     __m256i e = dot_bytes(p);
     __m256i normal = _mm256_slli_epi32(_mm256_sub_epi32(e, _mm256_set1_epi32(1)), 23);
@@ -172,43 +171,43 @@ DOT_INLINE dflt dot_power(const uint8_t *p)
     return _mm256_castsi256_ps(_mm256_max_epi32(normal, small));
 }
 
-DOT_INLINE dflt dot_float(const uint8_t *p)
+ES_INLINE dflt dot_float(const uint8_t *p)
 {
     return _mm256_load_ps((const void *)p);
 }
 
-DOT_INLINE dflt dot_bfloat(const uint8_t *p)
+ES_INLINE dflt dot_bfloat(const uint8_t *p)
 {
     __m256i bits = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p));
     return _mm256_castsi256_ps(_mm256_slli_epi32(bits, 16));
 }
 
-DOT_INLINE dflt dot_set1(float x)
+ES_INLINE dflt dot_set1(float x)
 {
     return _mm256_set1_ps(x);
 }
 
-DOT_INLINE dflt dot_add(dflt a, dflt b)
+ES_INLINE dflt dot_add(dflt a, dflt b)
 {
     return _mm256_add_ps(a, b);
 }
 
-DOT_INLINE dflt dot_mul(dflt a, dflt b)
+ES_INLINE dflt dot_mul(dflt a, dflt b)
 {
     return _mm256_mul_ps(a, b);
 }
 
-DOT_INLINE dflt dot_fma(dflt a, dflt b, dflt c)
+ES_INLINE dflt dot_fma(dflt a, dflt b, dflt c)
 {
     return _mm256_fmadd_ps(a, b, c);
 }
 
-DOT_INLINE dflt dot_neg(dflt a)
+ES_INLINE dflt dot_neg(dflt a)
 {
     return _mm256_xor_ps(a, _mm256_set1_ps(-0.0f));
 }
 
-DOT_INLINE void dot_store(float *p, dflt a)
+ES_INLINE void dot_store(float *p, dflt a)
 {
     _mm256_storeu_ps(p, a);
 }

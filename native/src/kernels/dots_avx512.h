@@ -17,6 +17,7 @@
 #ifndef ES_DOTS_AVX512_H
 #define ES_DOTS_AVX512_H
 
+#include "inlining.h"
 #include <immintrin.h>
 #include <stdint.h>
 #include <string.h>
@@ -27,51 +28,49 @@ enum { DOT_LANES = 16, DOT_ROWS = 8, DOT_FLOAT_ROWS = 6 };
 typedef __m512i dint;
 typedef __m512 dflt;
 
-#define DOT_INLINE static inline __attribute__((always_inline))
-
-DOT_INLINE dint dot_load(const uint8_t *p)
+ES_INLINE dint dot_load(const uint8_t *p)
 {
     return _mm512_load_si512((const void *)p);
 }
 
-DOT_INLINE dint dot_set1_u8(int32_t value)
+ES_INLINE dint dot_set1_u8(int32_t value)
 {
     return _mm512_set1_epi8((char)value);
 }
 
-DOT_INLINE dint dot_and(dint a, dint b)
+ES_INLINE dint dot_and(dint a, dint b)
 {
     return _mm512_and_si512(a, b);
 }
 
-DOT_INLINE dint dot_or(dint a, dint b)
+ES_INLINE dint dot_or(dint a, dint b)
 {
     return _mm512_or_si512(a, b);
 }
 
-DOT_INLINE dint dot_xor(dint a, dint b)
+ES_INLINE dint dot_xor(dint a, dint b)
 {
     return _mm512_xor_si512(a, b);
 }
 
-DOT_INLINE dint dot_shl(dint a, int32_t n)
+ES_INLINE dint dot_shl(dint a, int32_t n)
 {
     return _mm512_slli_epi16(a, (unsigned)n);
 }
 
-DOT_INLINE dint dot_shr(dint a, int32_t n)
+ES_INLINE dint dot_shr(dint a, int32_t n)
 {
     return _mm512_srli_epi16(a, (unsigned)n);
 }
 
-DOT_INLINE dint dot_lookup(const int8_t *table, dint levels)
+ES_INLINE dint dot_lookup(const int8_t *table, dint levels)
 {
     __m128i codes = _mm_loadu_si128((const __m128i *)table);
     return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(codes), levels);
 }
 
 /* The rows go side by side: eight chains hide the latency of one. */
-DOT_INLINE void dot_rows(const dint *levels, int32_t d0, int32_t d1, int32_t largest,
+ES_INLINE void dot_rows(const dint *levels, int32_t d0, int32_t d1, int32_t largest,
                          const int8_t *q, size_t stride, int32_t m, dint *sum)
 {
     (void)largest;
@@ -90,46 +89,46 @@ DOT_INLINE void dot_rows(const dint *levels, int32_t d0, int32_t d1, int32_t lar
     }
 }
 
-DOT_INLINE dint dot_less(dint sum, const int32_t *count, int32_t shift)
+ES_INLINE dint dot_less(dint sum, const int32_t *count, int32_t shift)
 {
     return _mm512_sub_epi32(sum, _mm512_slli_epi32(_mm512_set1_epi32(*count), (unsigned)shift));
 }
 
-DOT_INLINE dflt dot_to_float(dint a)
+ES_INLINE dflt dot_to_float(dint a)
 {
     return _mm512_cvtepi32_ps(a);
 }
 
-DOT_INLINE dflt dot_half(const uint8_t *p)
+ES_INLINE dflt dot_half(const uint8_t *p)
 {
     return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
 }
 
-DOT_INLINE dflt dot_u8(const uint8_t *p)
+ES_INLINE dflt dot_u8(const uint8_t *p)
 {
     return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p)));
 }
 
 /* The low and the high nibbles of uint8. */
-DOT_INLINE dflt dot_u8_low(const uint8_t *p)
+ES_INLINE dflt dot_u8_low(const uint8_t *p)
 {
     __m512i both = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p));
     return _mm512_cvtepi32_ps(_mm512_and_si512(both, _mm512_set1_epi32(15)));
 }
 
-DOT_INLINE dflt dot_u8_high(const uint8_t *p)
+ES_INLINE dflt dot_u8_high(const uint8_t *p)
 {
     __m512i both = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p));
     return _mm512_cvtepi32_ps(_mm512_srli_epi32(both, 4));
 }
 
-DOT_INLINE dflt dot_i8(const uint8_t *p)
+ES_INLINE dflt dot_i8(const uint8_t *p)
 {
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));
 }
 
 /* e = 0 and 1 are denormal: 2^-128 is bits 0x00200000. */
-DOT_INLINE dflt dot_power(const uint8_t *p)
+ES_INLINE dflt dot_power(const uint8_t *p)
 {
     __m512i e = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p));
     __m512i normal = _mm512_slli_epi32(_mm512_sub_epi32(e, _mm512_set1_epi32(1)), 23);
@@ -139,43 +138,43 @@ DOT_INLINE dflt dot_power(const uint8_t *p)
 }
 
 /* Float weights: fp32, fp16, bf16. */
-DOT_INLINE dflt dot_float(const uint8_t *p)
+ES_INLINE dflt dot_float(const uint8_t *p)
 {
     return _mm512_load_ps((const void *)p);
 }
 
-DOT_INLINE dflt dot_bfloat(const uint8_t *p)
+ES_INLINE dflt dot_bfloat(const uint8_t *p)
 {
     __m512i bits = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p));
     return _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
 }
 
-DOT_INLINE dflt dot_set1(float x)
+ES_INLINE dflt dot_set1(float x)
 {
     return _mm512_set1_ps(x);
 }
 
-DOT_INLINE dflt dot_add(dflt a, dflt b)
+ES_INLINE dflt dot_add(dflt a, dflt b)
 {
     return _mm512_add_ps(a, b);
 }
 
-DOT_INLINE dflt dot_mul(dflt a, dflt b)
+ES_INLINE dflt dot_mul(dflt a, dflt b)
 {
     return _mm512_mul_ps(a, b);
 }
 
-DOT_INLINE dflt dot_fma(dflt a, dflt b, dflt c)
+ES_INLINE dflt dot_fma(dflt a, dflt b, dflt c)
 {
     return _mm512_fmadd_ps(a, b, c);
 }
 
-DOT_INLINE dflt dot_neg(dflt a)
+ES_INLINE dflt dot_neg(dflt a)
 {
     return _mm512_xor_ps(a, _mm512_set1_ps(-0.0f));
 }
 
-DOT_INLINE void dot_store(float *p, dflt a)
+ES_INLINE void dot_store(float *p, dflt a)
 {
     _mm512_storeu_ps(p, a);
 }

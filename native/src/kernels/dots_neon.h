@@ -3,6 +3,7 @@
 #ifndef ES_DOTS_NEON_H
 #define ES_DOTS_NEON_H
 
+#include "inlining.h"
 #include <arm_neon.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -14,51 +15,49 @@ enum { DOT_LANES = 4, DOT_ROWS = 8, DOT_FLOAT_ROWS = 6 };
 typedef int32x4_t dint;
 typedef float32x4_t dflt;
 
-#define DOT_INLINE static inline __attribute__((always_inline))
-
-DOT_INLINE dint dot_load(const uint8_t *p)
+ES_INLINE dint dot_load(const uint8_t *p)
 {
     return vreinterpretq_s32_u8(vld1q_u8(p));
 }
 
-DOT_INLINE dint dot_set1_u8(int32_t value)
+ES_INLINE dint dot_set1_u8(int32_t value)
 {
     return vreinterpretq_s32_u8(vdupq_n_u8((uint8_t)value));
 }
 
-DOT_INLINE dint dot_and(dint a, dint b)
+ES_INLINE dint dot_and(dint a, dint b)
 {
     return vandq_s32(a, b);
 }
 
-DOT_INLINE dint dot_or(dint a, dint b)
+ES_INLINE dint dot_or(dint a, dint b)
 {
     return vorrq_s32(a, b);
 }
 
-DOT_INLINE dint dot_xor(dint a, dint b)
+ES_INLINE dint dot_xor(dint a, dint b)
 {
     return veorq_s32(a, b);
 }
 
 /* Shifts as operators: the _n_ intrinsics want a literal, these fold to the same instruction. */
-DOT_INLINE dint dot_shl(dint a, int32_t n)
+ES_INLINE dint dot_shl(dint a, int32_t n)
 {
     return vreinterpretq_s32_u16(vreinterpretq_u16_s32(a) << vdupq_n_u16((uint16_t)n));
 }
 
-DOT_INLINE dint dot_shr(dint a, int32_t n)
+ES_INLINE dint dot_shr(dint a, int32_t n)
 {
     return vreinterpretq_s32_u16(vreinterpretq_u16_s32(a) >> vdupq_n_u16((uint16_t)n));
 }
 
-DOT_INLINE dint dot_lookup(const int8_t *table, dint levels)
+ES_INLINE dint dot_lookup(const int8_t *table, dint levels)
 {
     return vreinterpretq_s32_s8(vqtbl1q_s8(vld1q_s8(table), vreinterpretq_u8_s32(levels)));
 }
 
 /* sum + level * q of one row over dwords [d0, d1). */
-DOT_INLINE dint dot_row(const dint *levels, int32_t d0, int32_t d1, const int8_t *q)
+ES_INLINE dint dot_row(const dint *levels, int32_t d0, int32_t d1, const int8_t *q)
 {
     dint sum = vdupq_n_s32(0);
 #define STEP(d)                                                                                   \
@@ -71,7 +70,7 @@ DOT_INLINE dint dot_row(const dint *levels, int32_t d0, int32_t d1, const int8_t
     return sum;
 }
 
-DOT_INLINE void dot_rows(const dint *levels, int32_t d0, int32_t d1, int32_t largest,
+ES_INLINE void dot_rows(const dint *levels, int32_t d0, int32_t d1, int32_t largest,
                          const int8_t *q, size_t stride, int32_t m, dint *sum)
 {
     (void)largest;
@@ -107,57 +106,57 @@ DOT_INLINE void dot_rows(const dint *levels, int32_t d0, int32_t d1, int32_t lar
     }
 }
 
-DOT_INLINE dint dot_less(dint sum, const int32_t *count, int32_t shift)
+ES_INLINE dint dot_less(dint sum, const int32_t *count, int32_t shift)
 {
     return vsubq_s32(sum, vdupq_n_s32(*count * (1 << shift)));
 }
 
-DOT_INLINE dflt dot_to_float(dint a)
+ES_INLINE dflt dot_to_float(dint a)
 {
     return vcvtq_f32_s32(a);
 }
 
-DOT_INLINE dflt dot_half(const uint8_t *p)
+ES_INLINE dflt dot_half(const uint8_t *p)
 {
     return vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(p)));
 }
 
 /* Four bytes in the low half of a register. */
-DOT_INLINE uint8x8_t dot_four(const uint8_t *p)
+ES_INLINE uint8x8_t dot_four(const uint8_t *p)
 {
     uint32_t four;
     memcpy(&four, p, sizeof four);
     return vcreate_u8(four);
 }
 
-DOT_INLINE uint32x4_t dot_wide(uint8x8_t bytes)
+ES_INLINE uint32x4_t dot_wide(uint8x8_t bytes)
 {
     return vmovl_u16(vget_low_u16(vmovl_u8(bytes)));
 }
 
-DOT_INLINE dflt dot_u8(const uint8_t *p)
+ES_INLINE dflt dot_u8(const uint8_t *p)
 {
     return vcvtq_f32_u32(dot_wide(dot_four(p)));
 }
 
-DOT_INLINE dflt dot_u8_low(const uint8_t *p)
+ES_INLINE dflt dot_u8_low(const uint8_t *p)
 {
     return vcvtq_f32_u32(dot_wide(vand_u8(dot_four(p), vdup_n_u8(15))));
 }
 
-DOT_INLINE dflt dot_u8_high(const uint8_t *p)
+ES_INLINE dflt dot_u8_high(const uint8_t *p)
 {
     return vcvtq_f32_u32(dot_wide(vshr_n_u8(dot_four(p), 4)));
 }
 
-DOT_INLINE dflt dot_i8(const uint8_t *p)
+ES_INLINE dflt dot_i8(const uint8_t *p)
 {
     int16x8_t wide = vmovl_s8(vreinterpret_s8_u8(dot_four(p)));
     return vcvtq_f32_s32(vmovl_s16(vget_low_s16(wide)));
 }
 
 /* e = 0 and 1 are denormal: 2^-128 is bits 0x00200000. */
-DOT_INLINE dflt dot_power(const uint8_t *p)
+ES_INLINE dflt dot_power(const uint8_t *p)
 {
     uint32x4_t e = dot_wide(dot_four(p));
     uint32x4_t normal = vshlq_n_u32(vqsubq_u32(e, vdupq_n_u32(1)), 23);
@@ -165,42 +164,42 @@ DOT_INLINE dflt dot_power(const uint8_t *p)
     return vreinterpretq_f32_u32(vmaxq_u32(normal, small));
 }
 
-DOT_INLINE dflt dot_float(const uint8_t *p)
+ES_INLINE dflt dot_float(const uint8_t *p)
 {
     return vreinterpretq_f32_u8(vld1q_u8(p));
 }
 
-DOT_INLINE dflt dot_bfloat(const uint8_t *p)
+ES_INLINE dflt dot_bfloat(const uint8_t *p)
 {
     return vreinterpretq_f32_u32(vshll_n_u16(vreinterpret_u16_u8(vld1_u8(p)), 16));
 }
 
-DOT_INLINE dflt dot_set1(float x)
+ES_INLINE dflt dot_set1(float x)
 {
     return vdupq_n_f32(x);
 }
 
-DOT_INLINE dflt dot_add(dflt a, dflt b)
+ES_INLINE dflt dot_add(dflt a, dflt b)
 {
     return vaddq_f32(a, b);
 }
 
-DOT_INLINE dflt dot_mul(dflt a, dflt b)
+ES_INLINE dflt dot_mul(dflt a, dflt b)
 {
     return vmulq_f32(a, b);
 }
 
-DOT_INLINE dflt dot_fma(dflt a, dflt b, dflt c)
+ES_INLINE dflt dot_fma(dflt a, dflt b, dflt c)
 {
     return vfmaq_f32(c, a, b);
 }
 
-DOT_INLINE dflt dot_neg(dflt a)
+ES_INLINE dflt dot_neg(dflt a)
 {
     return vnegq_f32(a);
 }
 
-DOT_INLINE void dot_store(float *p, dflt a)
+ES_INLINE void dot_store(float *p, dflt a)
 {
     vst1q_f32(p, a);
 }
