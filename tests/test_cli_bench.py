@@ -19,7 +19,7 @@ from edgespec_export import pipeline
 from tests.export.checkpoints import gguf_checkpoint
 from tests.scripted import scripted_session
 
-FOREIGN = ["--backend", "llamacpp", "--backend", "onnx", "--threads", "1"]
+THREADS = ["--threads", "1"]
 ANSWERS = {"ha": "ha ha ha ha ha ha ha ha", "hi": "hello"}
 
 
@@ -63,10 +63,10 @@ def scripted(monkeypatch, tiny):
 def test_a_real_run(prompts, tiny, tmp_path, capsys) -> None:
     directory, file = str(tiny.directory), tmp_path / "out.json"
     flags = ["--prompts", prompts, "--limit", "1", "-n", "4", "--json", str(file)]
-    methods = ["--methods", "plain,ngram,lookup", *FOREIGN]
+    methods = ["--methods", "plain,ngram,lookup", *THREADS]
     assert main(["bench", directory, *flags, *methods]) == 0
     data = json.loads(file.read_text())
-    names = ["llamacpp", "onnx"]
+    names = ["native", "llamacpp", "onnx"]
     found = [(row["method"], row["backend"]) for row in data["rows"]]
     for name in names:
         assert ("plain", name) in found
@@ -83,6 +83,7 @@ def test_a_real_run(prompts, tiny, tmp_path, capsys) -> None:
     said = data["backends"]["llamacpp"]
     assert "llama-cpp-python" in said
     assert "CPU :" in said  # llama.cpp's own words
+    assert data["backends"]["native"].endswith(" kernels")
     assert "flash attention" in said
     assert "ms without" in said
     captured = capsys.readouterr()
@@ -94,7 +95,7 @@ def test_a_real_run(prompts, tiny, tmp_path, capsys) -> None:
 
 
 def test_real_costs(tiny, capsys) -> None:
-    assert main(["bench", str(tiny.directory), "--cost", *FOREIGN]) == 0
+    assert main(["bench", str(tiny.directory), "--cost", *THREADS]) == 0
     out = capsys.readouterr().out
     header = next(line for line in out.splitlines() if line.startswith("rows"))
     assert "llamacpp ms" in header
@@ -105,12 +106,12 @@ def test_real_costs(tiny, capsys) -> None:
 def test_real_quality(tiny, tmp_path, capsys) -> None:
     text = tmp_path / "text"
     text.write_text("The sky is blue because the air scatters blue light the most.")
-    flags = ["--quality", "--text", str(text), "--json", "-", *FOREIGN]
+    flags = ["--quality", "--text", str(text), "--json", "-", *THREADS]
     assert main(["bench", str(tiny.directory), *flags]) == 0
     rows = {
         row["backend"]: row for row in json.loads(capsys.readouterr().out)["quality"]
     }
-    assert {"float32", "llamacpp", "llamacpp-fa", "onnx"} <= set(rows)
+    assert list(rows) == ["float32", "native", "llamacpp", "llamacpp-fa", "onnx"]
     truth = rows.pop("float32")
     assert truth["perplexity"] > 10  # it knows nothing
     for row in rows.values():
@@ -119,7 +120,7 @@ def test_real_quality(tiny, tmp_path, capsys) -> None:
         assert row["tokens"] == truth["tokens"]
         assert row["perplexity"] == pytest.approx(truth["perplexity"], rel=0.1)
     assert (
-        main(["bench", str(tiny.directory), "--quality", *FOREIGN, "--text", str(text)])
+        main(["bench", str(tiny.directory), "--quality", *THREADS, "--text", str(text)])
         == 0
     )
     assert "KL from float32" in capsys.readouterr().out
