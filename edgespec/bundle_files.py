@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import stat
@@ -10,7 +11,7 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 
-from edgespec.cache import sha256_of
+from edgespec.cache import home, sha256_of
 from edgespec.errors import FormatError, ModelNotFoundError
 from edgespec.manifest import (
     CHAT_TEMPLATE,
@@ -28,6 +29,7 @@ ADVICE = (
     "; the bundle is damaged: delete its directory and export again "
     "(in the cache the next use does that)"
 )
+WORTH_A_MARK = 1 << 20  # bytes of a file whose checksum is worth remembering
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +144,23 @@ def _check_file(path: Path, entry: FileEntry) -> None:
 
 @cache
 def _check_digest(path: Path, expected: str, identity: tuple[int, int, int]) -> None:
-    """Cached by the file's identity: an unchanged file is hashed once a process."""
+    """By the file's identity: an unchanged file is hashed once on this machine.
+
+    What was found is remembered as an empty file in the cache, where that can be
+    written; reading gigabytes again takes longer than to start them.
+    """
+    mark = None
+    if identity[0] >= WORTH_A_MARK:
+        told = f"{path.absolute()}\0{expected}\0{identity}"
+        mark = home() / "checked" / hashlib.sha256(told.encode()).hexdigest()
+        if mark.exists():
+            return
     got = sha256_of(path)
     if got != expected:
         raise FormatError(f"{path}: sha256: expected {expected}, got {got}{ADVICE}")
+    if mark is not None:
+        try:
+            mark.parent.mkdir(parents=True, exist_ok=True)
+            mark.touch()
+        except OSError:
+            pass

@@ -24,7 +24,8 @@ Format, version 1. Every rule has a test that breaks it.
    temperature >= 0 and 0 < top_p <= 1.
 8. `weights` names, for each file with weights, its licence, origin and the sha256 of
    what it was made from (null where unknown). `heads` and `trees` are empty.
-9. A file is used only after its size and sha256 were found as stated.
+9. A file is used only after its size and sha256 were found as stated; an unchanged one
+   (size, time and inode) is not read for that again on the same machine.
 
 A bundle appears at once (written beside its final place, then renamed), so one that
 exists is whole.

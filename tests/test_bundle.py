@@ -394,6 +394,41 @@ def test_file_is_hashed_once_and_again_after_a_change(
     assert len(hashed) == 2
 
 
+@pytest.mark.parametrize("is_writable", [True, False])
+def test_large_file_is_hashed_once_a_machine_and_again_after_a_change(
+    toy: Path,
+    edgespec_home: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    is_writable: bool,
+) -> None:
+    if not is_writable:
+        edgespec_home.write_text("in the way")
+    monkeypatch.setattr(bundle_files, "WORTH_A_MARK", 12)
+    hashed: list[Path] = []
+    original = bundle_files.sha256_of
+    monkeypatch.setattr(
+        bundle_files,
+        "sha256_of",
+        lambda path: (hashed.append(path), original(path))[1],
+    )
+
+    def open_in_a_new_process() -> None:
+        bundle_files._check_digest.cache_clear()
+        open_bundle(toy).path_of("target.gguf")
+
+    for _ in range(3):
+        open_in_a_new_process()
+    assert len(hashed) == (1 if is_writable else 3)
+    before = len(hashed)
+    os.utime(toy / "target.gguf", (1, 1))
+    open_in_a_new_process()
+    assert len(hashed) == before + 1
+    (toy / "target.gguf").write_bytes(b"GGUF weightS")
+    for _ in range(2):  # a wrong file leaves no mark
+        with pytest.raises(FormatError, match="sha256"):
+            open_in_a_new_process()
+
+
 def test_template_that_is_not_utf8(toy: Path) -> None:
     manifest = make_manifest(toy)
     (toy / "chat_template.jinja").write_bytes(b"\xff\xfe")
