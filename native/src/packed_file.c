@@ -403,9 +403,9 @@ es_status es_packed_save(const es_gguf *source, const es_packed_matrix *matrices
         status = es_fail(ES_ERR_MEMORY, "out of memory: writing %s", path);
     } else {
         status = list_tiles(source, matrices, n, tiles);
-    }
-    if (status == ES_OK) {
-        status = write_part(source, tiles, path, part, size);
+        if (status == ES_OK) {
+            status = write_part(source, tiles, path, part, size);
+        }
     }
     es_free(tiles);
     es_free(part);
