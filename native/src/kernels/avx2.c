@@ -8,5 +8,6 @@
 const es_kernels es_kernels_avx2 = {
     .name = "avx2",
     .gemm = gemm,
+    .quantize = vec_quantize,
     ES_VECTOR_KERNELS,
 };

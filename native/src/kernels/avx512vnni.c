@@ -5,8 +5,11 @@
 #include "gemm.inc"
 #include "vector.inc"
 
+#include "quantize_avx512.h"
+
 const es_kernels es_kernels_avx512vnni = {
     .name = "avx512vnni",
     .gemm = gemm,
+    .quantize = quantize,
     ES_VECTOR_KERNELS,
 };

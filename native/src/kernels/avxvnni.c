@@ -8,5 +8,6 @@
 const es_kernels es_kernels_avxvnni = {
     .name = "avxvnni",
     .gemm = gemm,
+    .quantize = vec_quantize,
     ES_VECTOR_KERNELS,
 };

@@ -9,5 +9,6 @@
 const es_kernels es_kernels_neon_dotprod = {
     .name = "neon_dotprod",
     .gemm = gemm,
+    .quantize = vec_quantize,
     ES_VECTOR_KERNELS,
 };

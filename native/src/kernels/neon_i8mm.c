@@ -9,5 +9,6 @@
 const es_kernels es_kernels_neon_i8mm = {
     .name = "neon_i8mm",
     .gemm = gemm,
+    .quantize = vec_quantize,
     ES_VECTOR_KERNELS,
 };
