@@ -99,7 +99,7 @@ def read(directory: Path) -> WeightSet:
             source=directory.resolve().name,
             format="safetensors",
             sha256=sha256(paths),
-            licence=_licence(directory),
+            licence=licence(directory),
         ),
     )
 
@@ -358,7 +358,8 @@ def _number(
     return float(value)
 
 
-def _licence(directory: Path) -> str | None:
+def licence(directory: Path) -> str | None:
+    """What the front matter of a checkpoint's README.md states."""
     readme = directory / "README.md"
     if not readme.is_file():
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from edgespec.errors import FormatError, ModelNotFoundError, UnsupportedError
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+WEIGHTS = {"F32": 4, "F16": 2, "BF16": 2}  # types, bytes of an element
 _MAX_HEADER = 100 << 20  # the format's own limit
 
 
@@ -24,7 +25,7 @@ class StoredTensor:
 
     path: Path
     name: str
-    kind: str  # "F32" | "F16" | "BF16"
+    kind: str  # "F32" | "F16" | "BF16", or what else was asked for
     shape: tuple[int, ...]
     data: NDArray[np.uint8]  # (bytes,), memory-mapped
 
@@ -44,7 +45,7 @@ def read_tensors(directory: Path) -> tuple[dict[str, StoredTensor], list[Path]]:
     paths, index = _files(directory)
     found: dict[str, StoredTensor] = {}
     for path in paths:
-        for name, tensor in _read_file(path).items():
+        for name, tensor in read_file(path).items():
             if name in found:
                 raise FormatError(
                     f"{path}: tensor {name!r} is in {found[name].path.name} too"
@@ -96,7 +97,10 @@ def _files(directory: Path) -> tuple[list[Path], dict[str, str]]:
     return paths, names
 
 
-def _read_file(path: Path) -> dict[str, StoredTensor]:
+def read_file(
+    path: Path, types: Mapping[str, int] = WEIGHTS
+) -> dict[str, StoredTensor]:
+    """Tensors of one file; `types` are the known ones and the bytes of an element."""
     size = path.stat().st_size
     if size < 8:
         raise FormatError(
@@ -113,7 +117,7 @@ def _read_file(path: Path) -> dict[str, StoredTensor]:
         header = json.loads(data[8 : 8 + length].tobytes())
         header.pop("__metadata__", None)
         entries = sorted(header.items(), key=lambda entry: entry[1]["data_offsets"])
-        return _place(path, entries, data[8 + length :])
+        return _place(path, entries, data[8 + length :], types)
     except (
         ValueError,
         AttributeError,
@@ -129,18 +133,21 @@ def _read_file(path: Path) -> dict[str, StoredTensor]:
 
 
 def _place(
-    path: Path, entries: list[tuple[str, Any]], body: NDArray[np.uint8]
+    path: Path,
+    entries: list[tuple[str, Any]],
+    body: NDArray[np.uint8],
+    types: Mapping[str, int],
 ) -> dict[str, StoredTensor]:
     found = {}
     expected = 0
     for name, entry in entries:
         kind, shape = entry["dtype"], tuple(entry["shape"])
         start, end = entry["data_offsets"]
-        if kind not in _BYTES:
+        if kind not in types:
             raise UnsupportedError(
-                f"{path}: tensor {name!r} has type {kind}; known: {', '.join(_BYTES)}"
+                f"{path}: tensor {name!r} has type {kind}; known: {', '.join(types)}"
             )
-        n_bytes = _BYTES[kind]
+        n_bytes = types[kind]
         for length in shape:
             if not isinstance(length, int) or length <= 0:
                 raise FormatError(f"{path}: tensor {name!r}: impossible shape {shape}")
