@@ -71,7 +71,7 @@ def write(
     metadata = _metadata(weights, quant)
     alignment = metadata.get("general.alignment", gguf.GGUF_DEFAULT_ALIGNMENT)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    writer = _Writer(temporary, weights.config.arch)
+    writer = Writer(temporary, weights.config.arch)
     writer.data_alignment = alignment
     try:
         for key, value in metadata.items():
@@ -129,7 +129,7 @@ def _window_period(config: ModelConfig) -> int | None:
     return None
 
 
-class _Writer(gguf.GGUFWriter):  # type: ignore[misc]
+class Writer(gguf.GGUFWriter):  # type: ignore[misc]
     """gguf-py refuses empty arrays, which files in the wild have."""
 
     def _pack_val(
