@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from edgespec import packed_copy
+from edgespec import packed_copy, ram
 from edgespec.bundle import Model, resolve
 from edgespec.chat import ChatTemplate
 from edgespec.config import DEFAULT_CONTEXT, Runtime, Speculation
@@ -60,6 +60,7 @@ def open_session(
         bundle.tokenizer_json, entry.bos_id, entry.eos_ids, entry.add_bos
     )
     template = ChatTemplate(bundle.chat_template, tokenizer)
+    ram.give_back()
     generation = manifest.generation
     target = open_target(bundle, runtime, progress)
     try:

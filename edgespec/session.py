@@ -262,10 +262,11 @@ class Session:
         if len(ids) > self.context:
             given = stopping.max_tokens
             wanted = "unlimited" if given is None else given
+            advice = "" if self.window else " or raise --ctx"
             raise ContextError(
                 f"the prompt has {len(ids)} tokens and {wanted} new tokens (max_new) "
                 f"were asked for, but the context (ctx) holds {self.context}: shorten "
-                "the prompt or raise --ctx"
+                f"the prompt{advice}"
             )
 
     def reset(self) -> None:

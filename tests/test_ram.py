@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from edgespec import machine, ram
+from tests.processes import python
 
 STAT = "anon 5\nactive_file 30\ninactive_file 70\nfile 100\n"
 STAT_1 = "cache 9\ntotal_active_file 4\ntotal_inactive_file 6\n"
@@ -89,3 +91,36 @@ def test_of_this_machine() -> None:
     have = ram.available()
     assert have is not None
     assert 0 < have <= sizes[0]
+
+
+def test_freed_memory_goes_back_to_the_system() -> None:
+    """Below a block in use, so that the heap does not shrink by itself."""
+    code = """
+import ctypes
+from pathlib import Path
+from edgespec import ram
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+libc.free.argtypes = [ctypes.c_void_p]
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+blocks = [libc.malloc(2000) for _ in range(20_000)]
+for block in blocks:
+    ctypes.memset(block, 1, 2000)
+last = libc.malloc(2000)  # keeps the end of the heap in use
+for block in blocks:
+    libc.free(block)
+before = resident()
+ram.give_back()
+print(before - resident())
+"""
+    done = subprocess.run(python(code), check=True, capture_output=True, text=True)
+    assert int(done.stdout) > 30_000_000
+
+
+def test_other_c_libraries_are_no_error(monkeypatch) -> None:
+    def absent(name: object) -> None:
+        raise OSError(name)
+
+    monkeypatch.setattr(ram.ctypes, "CDLL", absent)
+    ram.give_back()

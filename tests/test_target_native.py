@@ -31,6 +31,7 @@ from edgespec.errors import (
     UnsupportedError,
     UsageError,
 )
+from edgespec.gguf_header import open_gguf
 from edgespec.gguf_model import read_gguf_model
 from edgespec.loading import open_session, open_target
 from edgespec.memory import Memory
@@ -241,6 +242,30 @@ def test_c37_a_truncated_file_is_named(path: Path, tmp_path: Path, size: int) ->
     cut.write_bytes(path.read_bytes()[:size])
     with pytest.raises(FormatError, match=r"cut\.gguf"):
         NativeTarget(cut, context=64, threads=1)
+
+
+def test_c37_a_file_cut_at_any_edge_is_named(path: Path, tmp_path: Path) -> None:
+    whole, cut = path.read_bytes(), tmp_path / "cut.gguf"
+    edges = {t.offset for t in open_gguf(path).tensors}
+    edges |= {t.offset + t.n_bytes for t in open_gguf(path).tensors}
+    for size in sorted(edge + off for edge in edges for off in (-1, 0, 1)):
+        if size >= len(whole):
+            continue
+        cut.write_bytes(whole[:size])
+        with pytest.raises(FormatError, match=r"cut\.gguf"):
+            NativeTarget(cut, context=64, threads=1)
+
+
+@pytest.mark.parametrize("where", [8, 16])
+def test_c37_counts_beyond_reason_are_refused(
+    path: Path, tmp_path: Path, where: int
+) -> None:
+    data = bytearray(path.read_bytes())
+    data[where : where + 8] = (1 << 62).to_bytes(8, "little")
+    bad = tmp_path / "bad.gguf"
+    bad.write_bytes(data)
+    with pytest.raises(FormatError, match=r"bad\.gguf"):
+        NativeTarget(bad, context=64, threads=1)
 
 
 def test_an_absent_file_is_named(tmp_path: Path) -> None:
