@@ -55,7 +55,7 @@ def get(name: Name, offline: Offline = False) -> None:
 
 @app.command()
 def build(name: Name, offline: Offline = False) -> None:
-    """Fetch and export a model, as chat does on first use; print the bundle's path."""
+    """Fetch a model, make its bundle as chat does on first use; print its path."""
     from edgespec.bundle import resolve
 
     with progress_bar() as progress:
@@ -65,10 +65,7 @@ def build(name: Name, offline: Offline = False) -> None:
 
 @app.command()
 def rm(name: Name) -> None:
-    """Remove a model's files and the bundles made of it.
-
-    For a .gguf file of yours, NAME is its path: its bundle goes, the file stays.
-    """
+    """Remove a model's files and what was made of them."""
     from edgespec import models
 
     freed = models.remove(name)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 def open_session(
     model: str, speculation: Speculation, runtime: Runtime, *, offline: bool
 ) -> Session:
-    """Fetches, exports and loads what MODEL names, as far as that is needed."""
+    """Fetches, makes and loads what MODEL names, as far as that is needed."""
     import edgespec
 
     with progress_bar() as progress:
