@@ -34,6 +34,7 @@ from edgespec._native.session import (
 )
 from edgespec._native.target import (
     KV_TYPES,
+    NativeBatch,
     NativeRound,
     NativeTargetState,
     target_memory,
@@ -50,6 +51,7 @@ __all__ = [
     "PREFILL",
     "CTree",
     "ModelInfo",
+    "NativeBatch",
     "NativeModel",
     "NativeRound",
     "NativeSession",

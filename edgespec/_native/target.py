@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from ctypes import POINTER, byref, c_int32, c_int64
 from typing import NamedTuple
 
@@ -23,7 +24,7 @@ from edgespec._native.model import NativeModel
 from edgespec._native.session import FINISH, CRound, NativeSession
 from edgespec._native.trees import CTree, derived, tree_from_c
 from edgespec.errors import UsageError
-from edgespec.tree.topology import Tree
+from edgespec.tree.topology import MAX_ROWS, Tree
 
 KV_TYPES = ("f16", "int8")  # by es_kv_type
 
@@ -53,8 +54,12 @@ _truncate = Function("es_target_truncate", HANDLE, c_int64)
 _run = Function(
     "es_round_run", HANDLE, HANDLE, ctypes.c_int, _TREE, BUFFER, POINTER(CRound)
 )
-# For a host that serves several conversations at once; a session has one.
-Function("es_target_forward_many", POINTER(HANDLE), POINTER(_TREE), c_int32, BUFFER)
+_forward_many = Function(
+    "es_target_forward_many", POINTER(HANDLE), POINTER(_TREE), c_int32, BUFFER
+)
+_set_taps = Function("es_target_set_taps", HANDLE, BUFFER, c_int32)
+_read_taps = Function("es_target_read_taps", HANDLE, c_int32, BUFFER)
+_FIRST = np.zeros(1, np.int32)
 
 
 class NativeRound(NamedTuple):
@@ -90,6 +95,7 @@ class NativeTargetState:
         params = target_params(context=context, kv=kv, window=window, sinks=sinks)
         _new(model.open_handle, byref(params), byref(self._handle))
         self._tree, self._round = CTree(), CRound()
+        self._taps = self._rows = 0  # kept hidden states; rows of the last forward
 
     @property
     def length(self) -> int:
@@ -117,6 +123,7 @@ class NativeTargetState:
             n,
             address(logits),
         )
+        self._rows = tree.n
 
     def prefill(
         self, tokens: NDArray[np.int32], logits: NDArray[np.float32] | None
@@ -124,6 +131,7 @@ class NativeTargetState:
         """Forwards and commits a chain; the last row's logits to (vocab,) floats."""
         ids = int32(tokens)
         _prefill(self.open_handle, address(ids), len(ids), address(logits))
+        self._rows = (len(ids) - 1) % MAX_ROWS + 1
 
     def commit(self, rows: NDArray[np.int32]) -> None:
         kept = int32(rows)
@@ -146,7 +154,7 @@ class NativeTargetState:
             None if logits is None else logits.ctypes.data,
             byref(out),
         )
-        n = out.n
+        self._rows, n = tree.n, out.n
         tokens, rows = out.token[:n], out.row[:n]
         spelt, parent, last = tree.token[: tree.n], tree.parent[: tree.n], rows[-1]
         return NativeRound(
@@ -160,6 +168,26 @@ class NativeTargetState:
             FINISH[out.finish],
         )
 
+    def set_taps(self, ids: NDArray[np.int32] | Sequence[int]) -> None:
+        """Keeps these hidden states of every forward from now on.
+
+        Their numbers are those of transformers: 0 is the embedding, `layers` comes
+        after the final norm.
+        """
+        taps = int32(ids)
+        _set_taps(self.open_handle, address(taps), len(taps))
+        self._taps, self._rows = len(taps), 0
+
+    def read_taps(self) -> NDArray[np.float32]:
+        """The states kept (rows, taps, hidden) of the last forward, of its every row.
+
+        Of a prefill its last rows: (n - 1) % MAX_ROWS + 1 of them.
+        """
+        shape = (self._rows, self._taps, self._model.info.hidden)
+        out = np.empty(shape, np.float32)
+        _read_taps(self.open_handle, self._rows, address(out))
+        return out
+
     def last_tree(self) -> Tree:
         """A copy of the tree of the last `run`."""
         return tree_from_c(self._tree)
@@ -172,6 +200,40 @@ class NativeTargetState:
 
     def __del__(self) -> None:
         self.close()
+
+
+class NativeBatch:
+    """The next token of many conversations, at most MAX_ROWS, in one pass."""
+
+    def __init__(self) -> None:
+        self._trees = [CTree(n=1) for _ in range(MAX_ROWS)]
+        for tree in self._trees:
+            tree.parent[0] = -1
+        self._pointers = (_TREE * MAX_ROWS)(*map(ctypes.pointer, self._trees))
+
+    def step(
+        self,
+        targets: Sequence[NativeTargetState],
+        tokens: Sequence[int],
+        logits: NDArray[np.float32],
+    ) -> None:
+        """Forwards and commits tokens[i] in targets[i]; row i of logits is of it.
+
+        Args:
+            targets: distinct ones of one model.
+            logits: (len(targets) or more, vocab), contiguous.
+        """
+        if len(logits) < len(targets) or not logits.flags.c_contiguous:
+            raise UsageError(
+                f"logits: expected {len(targets)} contiguous rows, got {len(logits)}"
+            )
+        for tree, token in zip(self._trees, tokens, strict=False):
+            tree.token[0] = token
+        handles = (HANDLE * len(targets))(*(t.open_handle for t in targets))
+        _forward_many(handles, self._pointers, len(targets), address(logits))
+        for target in targets:
+            target._rows = 1
+            target.commit(_FIRST)
 
 
 def target_params(

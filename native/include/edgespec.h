@@ -368,6 +368,14 @@ ES_API es_status es_target_prefill(es_target *target, const int32_t *tokens, siz
 ES_API es_status es_target_commit(es_target *target, const int32_t *rows, int32_t n_rows);
 ES_API es_status es_target_truncate(es_target *target, int64_t length);
 
+/* Hidden states kept of every forward from now on, as drafts want them: ids (n_ids, 0 of them: no
+   more) from 0, the embedded rows, over i, what layer i - 1 hands on, to `layers`, after the final
+   norm. */
+ES_API es_status es_target_set_taps(es_target *target, const int32_t *ids, int32_t n_ids);
+/* out (n_rows, n_ids, hidden). n_rows: all rows of the last forward of this target, in a pass of
+   its own or of many; after a prefill of n tokens the last (n - 1) % ES_MAX_ROWS + 1. */
+ES_API es_status es_target_read_taps(const es_target *target, int32_t n_rows, float *out);
+
 /* A whole round: begin, forward, finish, commit. logits NULL, or (ES_MAX_ROWS, vocab): receives the
    rows of the tree, whose shape `tree` (may be NULL) receives. The target must hold the session's
    sequence less its last token. */

@@ -488,6 +488,47 @@ static void embed(const member *m)
     meet(m);
 }
 
+/* Keeps the residual stream as it enters `layer`, for the segments that tap it there; behind the
+   last layer what the final norm makes of it. Rows of x stand still until the next barrier. */
+static void tap(const member *m, int32_t layer)
+{
+    size_t hidden = (size_t)m->shape->hidden;
+    int32_t begin, end, first = 0;
+    share(m, m->n, &begin, &end);
+    for (int32_t s = 0; s < m->pass->batch->n_segments; s++) {
+        const es_segment *segment = &m->pass->batch->segment[s];
+        for (int32_t t = 0; t < segment->n_taps; t++) {
+            for (int32_t r = 0; r < segment->n && segment->taps[t] == layer; r++) {
+                int32_t row = first + r;
+                if (row < begin || row >= end) {
+                    continue;
+                }
+                const float *x = m->work->x + (size_t)row * hidden;
+                float *out = segment->tapped + (size_t)(r * segment->n_taps + t) * hidden;
+                if (layer < m->shape->layers) {
+                    memcpy(out, x, hidden * sizeof(*out));
+                } else {
+                    m->k->rms_norm(x, m->net->top.output_norm, m->shape->hidden, m->shape->eps,
+                                   out);
+                }
+            }
+        }
+        first += segment->n;
+    }
+}
+
+static bool is_tapped(const es_batch *batch, int32_t layer)
+{
+    for (int32_t s = 0; s < batch->n_segments; s++) {
+        for (int32_t t = 0; t < batch->segment[s].n_taps; t++) {
+            if (batch->segment[s].taps[t] == layer) {
+                return true;
+            }
+        }
+    }
+    return false;
+}
+
 static void head(const member *m)
 {
     const es_batch *batch = m->pass->batch;
@@ -519,11 +560,13 @@ static void run(void *arg, int32_t index, int32_t of)
                    .of = of};
     const member *m = &self;
     embed(m);
+    bool is_whole = p->batch->n_rows > 0 || is_tapped(p->batch, m->shape->layers);
     for (int32_t i = 0; i < m->shape->layers; i++) {
         const es_layer *layer = &m->net->layer[i];
+        tap(m, i);
         bool quantize = !is_float(&layer->q) || !is_float(&layer->k) || !is_float(&layer->v);
         project_heads(m, i, norm(m, layer->attn_norm, quantize, NULL, m->n));
-        if (i + 1 == m->shape->layers && p->batch->n_rows == 0) {
+        if (i + 1 == m->shape->layers && !is_whole) {
             break; /* nobody reads what is behind the last layer's K and V */
         }
         mix(m, i);
@@ -531,6 +574,9 @@ static void run(void *arg, int32_t index, int32_t of)
         quantize = !is_float(&layer->gate) || !is_float(&layer->up);
         gate_and_up(m, layer, norm(m, layer->ffn_norm, quantize, NULL, m->n));
         project(m, &layer->down, &m->work->gated, layer->post_ffn_norm);
+    }
+    if (is_whole) {
+        tap(m, m->shape->layers);
     }
     if (p->batch->n_rows > 0) {
         head(m);

@@ -36,6 +36,10 @@ typedef struct es_segment {
     int32_t n;
     float *scratch;              /* (threads, es_kv_scratch) */
     size_t scratch_stride;
+    const int32_t *taps;         /* (n_taps) hidden states to keep: 0 embedded rows, i what layer
+                                    i - 1 adds up to, but after the final norm behind the last */
+    int32_t n_taps;
+    float *tapped;               /* (n, n_taps, hidden) */
 } es_segment;
 
 typedef struct es_batch {

@@ -141,6 +141,8 @@ void es_target_free(es_target *target)
         es_kv_free(target->kv);
         es_free(target->scratch);
         es_free(target->logits);
+        es_free(target->taps);
+        es_free(target->tapped);
         es_free(target);
     }
 }
@@ -220,7 +222,8 @@ static es_segment segment_of(const es_target *t, const int32_t *token, const int
 {
     return (es_segment){.kv = t->kv, .token = token, .depth = depth, .n = n,
                         .position = es_kv_length(t->kv), .scratch = t->scratch,
-                        .scratch_stride = t->scratch_stride};
+                        .scratch_stride = t->scratch_stride, .taps = t->taps,
+                        .n_taps = t->n_taps, .tapped = t->tapped};
 }
 
 /* The checked tree as one that says depth and mask. */
@@ -258,6 +261,7 @@ static es_status forward(es_target *t, const es_tree *given, const int32_t *rows
     es_batch batch = {.segment = &segment, .n_segments = 1, .rows = rows == NULL ? all_rows : rows,
                       .n_rows = rows == NULL ? tree.n : n_rows, .logits = logits};
     es_forward(&t->model->network, t->model->work, &batch);
+    t->tapped_rows = tree.n;
     return ES_OK;
 }
 
@@ -320,6 +324,9 @@ static es_status forward_many(es_target *const *target, const es_tree *const *gi
                       .logits = logits};
     es_model *model = target[0]->model;
     es_forward(&model->network, model->work, &batch);
+    for (int32_t i = 0; i < n_targets; i++) {
+        target[i]->tapped_rows = segment[i].n;
+    }
     return ES_OK;
 }
 
@@ -353,6 +360,7 @@ static es_status prefill(es_target *t, const int32_t *tokens, size_t n, float *l
             es_batch batch = {.segment = &segment, .n_segments = 1, .rows = &last,
                               .n_rows = is_last ? 1 : 0, .logits = logits};
             es_forward(&t->model->network, t->model->work, &batch);
+            t->tapped_rows = rows;
             status = es_kv_commit(t->kv, all_rows, rows);
         }
         tokens += rows;
@@ -377,4 +385,66 @@ es_status es_target_truncate(es_target *target, int64_t length)
 {
     enter(target);
     return leave(target, es_kv_truncate(target->kv, length));
+}
+
+/* ---- taps -------------------------------------------------------------------------------- */
+
+static es_status set_taps(es_target *t, const int32_t *ids, int32_t n)
+{
+    const es_shape *shape = &t->model->network.shape;
+    if (n < 0 || n > shape->layers + 1) {
+        return es_fail(ES_ERR_ARGUMENT, "taps: expected 0 to %d of them, got %d",
+                       (int)shape->layers + 1, (int)n);
+    }
+    for (int32_t i = 0; i < n; i++) {
+        if (ids[i] < 0 || ids[i] > shape->layers) {
+            return es_fail(ES_ERR_ARGUMENT, "taps: expected hidden states 0 to %d, got %d",
+                           (int)shape->layers, (int)ids[i]);
+        }
+    }
+    size_t floats = (size_t)ES_MAX_ROWS * (size_t)n * (size_t)shape->hidden;
+    int32_t *taps = n == 0 ? NULL : es_calloc((size_t)n, sizeof(*taps));
+    float *tapped = n == 0 ? NULL : es_calloc(floats, sizeof(*tapped));
+    if (n > 0 && (taps == NULL || tapped == NULL)) {
+        es_free(taps);
+        es_free(tapped);
+        return es_fail(ES_ERR_MEMORY, "taps: no memory for %d hidden states", (int)n);
+    }
+    if (n > 0) {
+        memcpy(taps, ids, (size_t)n * sizeof(*taps));
+    }
+    es_free(t->taps);
+    es_free(t->tapped);
+    t->taps = taps;
+    t->tapped = tapped;
+    t->n_taps = n;
+    t->tapped_rows = 0;
+    return ES_OK;
+}
+
+es_status es_target_set_taps(es_target *target, const int32_t *ids, int32_t n_ids)
+{
+    enter(target);
+    return leave(target, set_taps(target, ids, n_ids));
+}
+
+static es_status read_taps(const es_target *t, int32_t n_rows, float *out)
+{
+    if (t->n_taps == 0 || t->tapped_rows == 0) {
+        return es_fail(ES_ERR_STATE, "taps: %s", t->n_taps == 0 ? "none are set" :
+                       "nothing was forwarded since they were set");
+    }
+    if (n_rows != t->tapped_rows) {
+        return es_fail(ES_ERR_ARGUMENT, "taps: expected the %d rows of the last forward, got %d",
+                       (int)t->tapped_rows, (int)n_rows);
+    }
+    size_t width = (size_t)t->n_taps * (size_t)t->model->network.shape.hidden;
+    memcpy(out, t->tapped, (size_t)t->tapped_rows * width * sizeof(*out));
+    return ES_OK;
+}
+
+es_status es_target_read_taps(const es_target *target, int32_t n_rows, float *out)
+{
+    enter(target);
+    return leave(target, read_taps(target, n_rows, out));
 }

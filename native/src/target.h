@@ -17,6 +17,10 @@ struct es_target {
     size_t scratch_stride;
     float *logits;               /* (logits_rows, vocab) of rounds whose host wants none */
     int32_t logits_rows;
+    int32_t *taps;               /* (n_taps) hidden states kept of every forward */
+    int32_t n_taps;
+    int32_t tapped_rows;         /* of the last forward; 0: there was none since the taps were set */
+    float *tapped;               /* (ES_MAX_ROWS, n_taps, hidden) */
 };
 
 #endif
