@@ -9,6 +9,10 @@
 
 static const char *const families[] = {"llama", "qwen2", "qwen3", "gemma3"};
 enum { N_FAMILIES = 4, N = 48 };
+static const uint64_t known_bits[N_FAMILIES] = {
+    UINT64_C(0xed86b074b527d79d), UINT64_C(0xd28c69bca2c75ffd), UINT64_C(0x368ffd89e2a2d90c),
+    UINT64_C(0x85bd2a84d86e99fe),
+};
 
 static char path[64];
 static int32_t prompt[N];
@@ -64,7 +68,7 @@ static void test_chunks_and_threads(const char *family, int32_t type)
     for (int32_t threads = 1; threads <= 3; threads++) {
         model = load(family, type, threads);
         target = start(model);
-        for (int32_t chunk = 1; chunk <= N; chunk += 1 + chunk / 5) {
+        for (int32_t chunk = 1; chunk <= N; chunk += 1 + chunk / 2) {
             CHECK(es_target_truncate(target, 0) == ES_OK);
             for (int32_t i = 0; i < N; i += chunk) {
                 int32_t n = i + chunk < N ? chunk : N - i;
@@ -75,6 +79,29 @@ static void test_chunks_and_threads(const char *family, int32_t type)
         es_target_free(target);
         es_model_free(model);
     }
+}
+
+/* FNV-1a of a prompt's logits: one number for every processor there is. */
+static void test_bits(const char *family)
+{
+    static float logits[N * TOY_VOCAB];
+    es_model *model = load(family, ES_GGML_Q8_0, 2);
+    es_target *target = start(model);
+    decode(target, prompt, N, logits);
+    uint64_t hash = UINT64_C(14695981039346656037);
+    for (int32_t i = 0; i < N * TOY_VOCAB; i++) {
+        uint32_t bits;
+        memcpy(&bits, &logits[i], 4);
+        hash = (hash ^ bits) * UINT64_C(1099511628211);
+    }
+    for (int32_t i = 0; i < N_FAMILIES; i++) {
+        if (strcmp(family, families[i]) == 0 && hash != known_bits[i]) {
+            fprintf(stderr, "%s: logits have the bits %llx\n", family, (unsigned long long)hash);
+            CHECK(hash == known_bits[i]);
+        }
+    }
+    es_target_free(target);
+    es_model_free(model);
 }
 
 /* A bushy tree: the children of row i are rows 2i + 1 and 2i + 2. */
@@ -105,9 +132,10 @@ static void test_trees(const char *family, int32_t type)
     }
     CHECK(es_target_forward_many(target, trees, TREES, got) == ES_OK);
     for (int32_t i = 0; i < TREES; i++) {
+        CHECK(es_target_truncate(single, 0) == ES_OK);
+        CHECK(es_target_prefill(single, prompt, (size_t)(4 * i + 5), NULL) == ES_OK);
         for (int32_t row = 0; row < ROWS; row++) {
-            CHECK(es_target_truncate(single, 0) == ES_OK);
-            CHECK(es_target_prefill(single, prompt, (size_t)(4 * i + 5), NULL) == ES_OK);
+            CHECK(es_target_truncate(single, 4 * i + 5) == ES_OK);
             for (int32_t r = 0; r <= row; r++) {
                 if (tree[i].mask[row] >> r & 1) {
                     CHECK(es_target_prefill(single, &tree[i].token[r], 1, alone) == ES_OK);
@@ -361,12 +389,13 @@ int main(void)
     for (int32_t i = 0; i < N; i++) {
         prompt[i] = (11 * i + i * i / 3 + 1) % TOY_VOCAB;
     }
+    test_chunks_and_threads("llama", ES_GGML_F32);
+    test_trees("llama", ES_GGML_F32);
     for (int32_t i = 0; i < N_FAMILIES; i++) {
-        test_chunks_and_threads(families[i], ES_GGML_F32);
         test_chunks_and_threads(families[i], ES_GGML_Q8_0);
-        test_trees(families[i], ES_GGML_F32);
         test_trees(families[i], ES_GGML_Q8_0);
         test_rounds(families[i]);
+        test_bits(families[i]);
     }
     test_packed();
     test_misuse();
