@@ -202,3 +202,17 @@ def test_loaded_in_memory_of_its_own_is_the_same(tmp_path: Path, kind: str) -> N
     again.load()
     assert again.info.is_packed
     assert np.array_equal(decoded(again, tokens), rows[0])
+
+
+def test_locked_weights_cannot_be_swapped_out(tmp_path: Path) -> None:
+    def locked() -> int:
+        status = Path("/proc/self/status").read_text()
+        return 1024 * int(status.partition("VmLck:")[2].split()[0])
+
+    made = families.gguf(tmp_path / "a.gguf", kind="Q8_0")
+    model = opened(made.path, lock=True)
+    before = locked()
+    model.load()
+    assert locked() - before >= model.info.weight_bytes
+    model.close()
+    assert locked() == before
