@@ -186,15 +186,18 @@ def share_with_target(head: Head, target: WeightSet) -> Head:
     """The head without what the target has too: embeddings, and whole projections.
 
     A checkpoint's copy counts as the target's own where it differs by no more than
-    rounding: of quantised targets, by what quantisation loses. Rows picked by d2t stay:
-    they are a matrix of their own, several times smaller than the target's.
+    rounding: of quantised targets, by what quantisation loses. Rows picked by d2t are
+    a matrix of their own, several times smaller than the target's: a head gets them
+    that lacks a projection.
     """
     tensors = dict(head.tensors)
     embedding = target.tensors["token_embd"]
     projection = target.tensors.get("output", embedding)
     if "token_embd" in tensors and _is_same(tensors["token_embd"], embedding):
         del tensors["token_embd"]
-    if head.d2t is None and head.hidden == head.target_hidden:
+    if head.d2t is not None and not head.own_output:
+        tensors["output"] = replace(_rows(projection, head.d2t), name="output")
+    elif head.d2t is None and head.hidden == head.target_hidden:
         names = outputs(head)
         if names and all(_is_same(tensors[name], projection) for name in names):
             for name in names:

@@ -6,6 +6,7 @@ needs it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -111,6 +112,31 @@ class Ops:
             coded.zeros is not None,
             coded.offsets is not None,
             matrix.form,
+        )
+
+    def know_matrix(
+        self, name: str, tensors: Mapping[str, TensorProto], width: int
+    ) -> None:
+        """A matrix of `width` columns whose initialisers are already in the graph.
+
+        Keyed as `add_matrix` names them, without the stem: "", or ".codes", ".scales"
+        and perhaps ".zeros" and ".offsets".
+        """
+        if "" in tensors:
+            is_half = tensors[""].data_type == TensorProto.FLOAT16
+            form = "float16" if is_half else "float32"
+            rows = tensors[""].dims[0]
+            self._forms[name] = _Form((rows, width), 0, 0, False, False, form)
+            return
+        rows, blocks, n_bytes = tensors[".codes"].dims
+        block = width // blocks
+        self._forms[name] = _Form(
+            (rows, width),
+            8 * n_bytes // block,
+            block,
+            ".zeros" in tensors,
+            ".offsets" in tensors,
+            "",
         )
 
     def matmul(self, x: str, matrix: str, stem: str) -> str:
