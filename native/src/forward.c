@@ -17,7 +17,7 @@
 #include "gguf.h"
 
 enum {
-    OWN_ROWS = 4,           /* up to so many rows every member norms all of them */
+    OWN_ROWS = 8,           /* up to so many rows every member norms all of them */
     BLOCK_FLOATS = 8192,    /* outputs that one call of gemm leaves in the cache */
     N_BLOCKS = 2            /* gate and up */
 };
@@ -198,6 +198,68 @@ static int32_t smaller(int32_t a, int32_t b)
     return a < b ? a : b;
 }
 
+/* Units of heads of q, k and v that fall to a member. */
+typedef struct head_share {
+    int32_t q_begin, q_end, kv_begin, kv_end;
+} head_share;
+
+/* How many of `heads` units that lie `each` apart begin before `at`. */
+static int32_t units_before(int32_t at, int32_t each, int32_t heads)
+{
+    return at > 0 ? smaller((at + each - 1) / each, heads) : 0;
+}
+
+/* Counted in halves of a unit of q: one of K and V has twice the outputs, and both to store. */
+static head_share share_heads(const member *m)
+{
+    enum { Q = 2, KV = 5 };
+    int32_t unit = heads_per_unit(m->shape), begin, end;
+    int32_t n_q = (m->shape->heads + unit - 1) / unit;
+    int32_t n_kv = (m->shape->kv_heads + unit - 1) / unit;
+    share(m, Q * n_q + KV * n_kv, &begin, &end);
+    return (head_share){units_before(begin, Q, n_q), units_before(end, Q, n_q),
+                        units_before(begin - Q * n_q, KV, n_kv),
+                        units_before(end - Q * n_q, KV, n_kv)};
+}
+
+/* Pairs of tiles of gate and up: the outputs of two are a group of the next layer's input. */
+static void share_pairs(const member *m, const es_tensor *w, int32_t *begin, int32_t *end)
+{
+    int32_t tiles = es_tiles(w->rows);
+    share(m, (tiles + 1) / 2, begin, end);
+    *begin *= 2;
+    *end = smaller(2 * *end, tiles);
+}
+
+/* ---- fetching: weights a member will need behind the barrier it comes to ----------------- */
+
+static void fetch_share(const member *m, const es_tensor *w)
+{
+    int32_t begin, end;
+    share(m, es_tiles(w->rows), &begin, &end);
+    es_fetch_tiles(w, begin, end);
+}
+
+static void fetch_gate(const member *m, const es_layer *layer)
+{
+    int32_t begin, end;
+    share_pairs(m, &layer->gate, &begin, &end);
+    es_fetch_tiles(&layer->gate, begin, end);
+}
+
+static void fetch_heads(const member *m, const es_layer *layer)
+{
+    int32_t tiles = heads_per_unit(m->shape) * m->shape->head_dim / ES_TILE;
+    head_share part = share_heads(m);
+    if (part.q_begin < part.q_end) {
+        es_fetch_tiles(&layer->q, part.q_begin * tiles,
+                       smaller(part.q_end * tiles, es_tiles(layer->q.rows)));
+    } else {
+        es_fetch_tiles(&layer->k, part.kv_begin * tiles,
+                       smaller(part.kv_end * tiles, es_tiles(layer->k.rows)));
+    }
+}
+
 /* ---- norms ------------------------------------------------------------------------------- */
 
 static void norm_row(const member *m, const float *x, const float *weight, bool quantize,
@@ -245,7 +307,8 @@ static void post_norm(const member *m, const float *weight)
 
 /* ---- linear layers ----------------------------------------------------------------------- */
 
-/* Rows times `w` (hidden outputs): to the residual, or through the post norm to it. */
+/* Rows times `w` (hidden outputs): to the residual, or through the post norm to it. The others
+   may not be done when it returns. */
 static void project(const member *m, const es_tensor *w, const es_rows *in, const float *post)
 {
     size_t hidden = (size_t)m->shape->hidden;
@@ -269,7 +332,6 @@ static void project(const member *m, const es_tensor *w, const es_rows *in, cons
     if (post != NULL) {
         post_norm(m, post);
     }
-    meet(m);
 }
 
 static void gate_and_up(const member *m, const es_layer *layer, const es_rows *in)
@@ -278,14 +340,13 @@ static void gate_and_up(const member *m, const es_layer *layer, const es_rows *i
         m->shape->activation == ES_SILU ? m->k->swiglu : m->k->geglu;
     const es_rows *out = &m->work->gated;
     bool quantize = !is_float(&layer->down);
-    int32_t tiles = es_tiles(layer->gate.rows), begin, end;
-    share(m, (tiles + 1) / 2, &begin, &end); /* pairs of tiles: groups of the next layer's input */
-    begin *= 2;
-    end = smaller(2 * end, tiles);
+    int32_t begin, end;
+    share_pairs(m, &layer->gate, &begin, &end);
     for (int32_t t = begin, next; t < end; t = next) {
         next = smaller(t + block_tiles(m->n), end);
         int32_t first = t * ES_TILE, width = smaller(next * ES_TILE, out->k) - first;
         size_t ld = (size_t)(next - t) * ES_TILE;
+        es_fetch_tiles(&layer->up, t, next);
         m->k->gemm(&layer->gate, t, next, in, 0, m->n, m->own->block[0], ld);
         m->k->gemm(&layer->up, t, next, in, 0, m->n, m->own->block[1], ld);
         for (int32_t r = 0; r < m->n; r++) {
@@ -296,6 +357,7 @@ static void gate_and_up(const member *m, const es_layer *layer, const es_rows *i
             }
         }
     }
+    fetch_share(m, &layer->down);
     meet(m);
 }
 
@@ -367,27 +429,21 @@ static void keys_and_values(const member *m, int32_t index, const es_rows *in, i
         next = smaller(u + step, end);
         int32_t t0 = u * tiles, t1 = smaller(next * tiles, es_tiles(layer->k.rows));
         size_t ld = (size_t)(t1 - t0) * ES_TILE;
+        es_fetch_tiles(&layer->v, t0, t1);
         m->k->gemm(&layer->k, t0, t1, in, 0, m->n, m->own->block[0], ld);
         m->k->gemm(&layer->v, t0, t1, in, 0, m->n, m->own->block[1], ld);
         store_heads(m, index, u * unit, smaller(next * unit, m->shape->kv_heads), ld);
     }
 }
 
-/* Units are heads of q, then KV heads, which count twice: one has K and V to make. */
 static void project_heads(const member *m, int32_t index, const es_rows *in)
 {
-    int32_t unit = heads_per_unit(m->shape);
-    int32_t n_q = (m->shape->heads + unit - 1) / unit;
-    int32_t n_kv = (m->shape->kv_heads + unit - 1) / unit;
-    int32_t begin, end;
-    share(m, n_q + 2 * n_kv, &begin, &end);
-    if (begin < smaller(end, n_q)) {
-        queries(m, index, in, begin, smaller(end, n_q));
+    head_share part = share_heads(m);
+    if (part.q_begin < part.q_end) {
+        queries(m, index, in, part.q_begin, part.q_end);
     }
-    int32_t from = begin > n_q ? (begin - n_q + 1) / 2 : 0;
-    int32_t to = end > n_q ? (end - n_q + 1) / 2 : 0;
-    if (from < to) {
-        keys_and_values(m, index, in, from, to);
+    if (part.kv_begin < part.kv_end) {
+        keys_and_values(m, index, in, part.kv_begin, part.kv_end);
     }
     meet(m);
 }
@@ -447,6 +503,7 @@ static void mix(const member *m, int32_t index)
         }
         first += segment->n;
     }
+    fetch_share(m, &m->net->layer[index].o);
     meet(m);
     const es_rows *mixed = &m->work->mixed;
     if (m->shape->head_dim % ES_GROUP != 0 && !is_float(&m->net->layer[index].o)) {
@@ -571,9 +628,17 @@ static void run(void *arg, int32_t index, int32_t of)
         }
         mix(m, i);
         project(m, &layer->o, &m->work->mixed, layer->post_attn_norm);
+        fetch_gate(m, layer);
+        meet(m);
         quantize = !is_float(&layer->gate) || !is_float(&layer->up);
         gate_and_up(m, layer, norm(m, layer->ffn_norm, quantize, NULL, m->n));
         project(m, &layer->down, &m->work->gated, layer->post_ffn_norm);
+        if (i + 1 < m->shape->layers) {
+            fetch_heads(m, layer + 1);
+        } else {
+            fetch_share(m, &m->net->top.output);
+        }
+        meet(m);
     }
     if (is_whole) {
         tap(m, m->shape->layers);
