@@ -96,6 +96,7 @@ class NativeTargetState:
         _new(model.open_handle, byref(params), byref(self._handle))
         self._tree, self._round = CTree(), CRound()
         self._taps = self._rows = 0  # kept hidden states; rows of the last forward
+        self._hidden = model.info.hidden
 
     @property
     def length(self) -> int:
@@ -183,8 +184,7 @@ class NativeTargetState:
 
         Of a prefill its last rows: (n - 1) % MAX_ROWS + 1 of them.
         """
-        shape = (self._rows, self._taps, self._model.info.hidden)
-        out = np.empty(shape, np.float32)
+        out = np.empty((self._rows, self._taps, self._hidden), np.float32)
         _read_taps(self.open_handle, self._rows, address(out))
         return out
 
