@@ -23,8 +23,13 @@ Format, version 1. Every rule has a test that breaks it.
    all configs of the source; `add_bos` needs a `bos_id`. `generation`: null, or
    temperature >= 0 and 0 < top_p <= 1.
 8. `weights` names, for each file with weights, its licence, origin and the sha256 of
-   what it was made from (null where unknown). `heads` and `trees` are empty.
-9. A file is used only after its size and sha256 were found as stated; an unchanged one
+   what it was made from (null where unknown).
+9. `heads` names the draft heads: `kind` is eagle3, eagle (versions 1 and 2) or medusa,
+   `files` maps gguf, onnx (the graph that drafts a tree) and onnx_step (one step of an
+   EAGLE head) to files called `draft-...`; `taps` are hidden_states indices, `n_layers`
+   being the final norm's output; `draft_vocab` counts the tokens it can draft. `trees`
+   is empty.
+10. A file is used only after its size and sha256 were found as stated; an unchanged one
    (size, time and inode) is not read for that again on the same machine.
 
 A bundle appears at once (written beside its final place, then renamed), so one that
@@ -125,6 +130,18 @@ class WeightsEntry:
 
 
 @dataclass(frozen=True, slots=True)
+class HeadEntry:
+    """A draft head of the bundle."""
+
+    kind: Literal["eagle3", "eagle", "medusa"]
+    name: str
+    files: Mapping[str, str]  # "gguf" | "onnx" | "onnx_step" -> file
+    quant: str  # of its matrices, "" as the source has them
+    draft_vocab: int
+    taps: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class CheckEntry:
     """Against the source: mean KL per token in nats, top-1 agreement in [0, 1]."""
 
@@ -146,7 +163,7 @@ class Manifest:
     onnx: OnnxEntry | None
     weights: tuple[WeightsEntry, ...]
     check: Mapping[str, CheckEntry]
-    heads: tuple[str, ...] = ()
+    heads: tuple[HeadEntry, ...] = ()
     trees: tuple[str, ...] = ()
 
 
@@ -260,9 +277,25 @@ def _check_rules(manifest: Manifest, where: str) -> None:
         require(listed, f"weights[{i}].file", "a file of the bundle", source.file)
         if source.sha256 is not None:
             _require_sha256(require, f"weights[{i}].sha256", source.sha256)
-    for key in ("heads", "trees"):
-        got = getattr(manifest, key)
-        require(not got, key, "none in version 1", got)
+    for i, head in enumerate(manifest.heads):
+        _check_head(manifest, head, f"heads[{i}]", require)
+    require(not manifest.trees, "trees", "none in version 1", manifest.trees)
+
+
+def _check_head(manifest: Manifest, head: HeadEntry, key: str, require: Any) -> None:
+    shape = manifest.architecture
+    known = ("gguf", "onnx", "onnx_step")
+    files = set(head.files) <= set(known) and len(head.files) > 0
+    require(files, f"{key}.files", f"some of {', '.join(known)}", [*head.files])
+    for kind, name in head.files.items():
+        is_listed = name in manifest.files and name.startswith("draft-")
+        expected = "a draft-... file of the bundle"
+        require(is_listed, f"{key}.files.{kind}", expected, name)
+    is_within = 1 <= head.draft_vocab <= shape.vocab
+    expected = f"1 to {shape.vocab}"
+    require(is_within, f"{key}.draft_vocab", expected, head.draft_vocab)
+    for tap in head.taps:
+        require(0 <= tap <= shape.n_layers, f"{key}.taps", "a layer's index", tap)
 
 
 def _require_sha256(require: Any, key: str, value: str) -> None:

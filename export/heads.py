@@ -16,19 +16,19 @@ the first draft_vocab ones count.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.errors import FormatError, UsageError
+from edgespec.errors import FormatError
 from edgespec_export.quantize import FLOATS
 from edgespec_export.weights import ModelConfig, Origin, Rope, Tensor, WeightSet
 
-KINDS = ("eagle3", "eagle", "medusa")  # "eagle": versions 1 and 2
+Kind = Literal["eagle3", "eagle", "medusa"]  # "eagle": versions 1 and 2
 _SAME_FLOAT, _SAME_QUANTISED = 0.01, 0.1  # relative RMS error of one weight twice
 
 
@@ -39,7 +39,7 @@ class Head:
     Rope and the sizes of attention are those of EAGLE heads; Medusa has none.
     """
 
-    kind: str  # of KINDS
+    kind: Kind
     hidden: int
     target_hidden: int
     target_layers: int
@@ -196,7 +196,7 @@ def share_with_target(head: Head, target: WeightSet) -> Head:
     if "token_embd" in tensors and _is_same(tensors["token_embd"], embedding):
         del tensors["token_embd"]
     if head.d2t is not None and not head.own_output:
-        tensors["output"] = replace(_rows(projection, head.d2t), name="output")
+        tensors["output"] = replace(pick_rows(projection, head.d2t), name="output")
     elif head.d2t is None and head.hidden == head.target_hidden:
         names = outputs(head)
         if names and all(_is_same(tensors[name], projection) for name in names):
@@ -216,61 +216,8 @@ def _is_same(ours: Tensor, theirs: Tensor) -> bool:
     return float(np.linalg.norm(a - b)) <= limit * float(np.linalg.norm(b))
 
 
-def choose_ids(
-    head: Head,
-    count: int,
-    counts: NDArray[np.integer] | None = None,
-    always: Iterable[int] = (),
-) -> NDArray[np.int64]:
-    """The `count` target ids worth drafting, ascending.
-
-    By how often they occur, of equals the lower id first; without counts the lowest,
-    as byte-pair vocabularies are roughly in that order. Ids in `always` come first.
-    Ids the head does not know are left out.
-
-    Args:
-        counts: (vocab,) how often each of the target's tokens occurs.
-    Raises UsageError for more ids than the head knows.
-    """
-    known = np.arange(head.draft_vocab) if head.d2t is None else head.d2t
-    if not 1 <= count <= len(known):
-        raise UsageError(
-            f"--draft-vocab {count}: expected 1 to {len(known)}, what the head drafts"
-        )
-    if counts is not None and counts.shape != (head.vocab,):
-        raise UsageError(
-            f"--draft-vocab: {len(counts)} counts, the target has {head.vocab} tokens"
-        )
-    weight = -known if counts is None else counts[known]
-    is_first = np.isin(known, list(always))
-    order = np.lexsort((known, -weight, ~is_first))
-    return np.sort(known[order[:count]]).astype(np.int64)
-
-
-def with_vocabulary(head: Head, ids: NDArray[np.int64], target: WeightSet) -> Head:
-    """The head drafting these target ids alone, ascending; see `choose_ids`.
-
-    Its projections keep their rows. A head without one gets the target's rows, unless
-    it is a Medusa head and the ids are the first ones: these cost nothing.
-    """
-    if len(ids) == head.vocab:
-        return head
-    known = np.arange(head.draft_vocab) if head.d2t is None else head.d2t
-    rows = np.searchsorted(known, ids)
-    tensors = dict(head.tensors)
-    is_prefix = np.array_equal(ids, np.arange(len(ids)))
-    for name in outputs(head):
-        tensors[name] = _rows(tensors[name], rows)
-    if not outputs(head) and not (head.kind == "medusa" and is_prefix):
-        theirs = target.tensors.get("output", target.tensors["token_embd"])
-        tensors["output"] = replace(_rows(theirs, ids), name="output")
-    is_free = head.kind == "medusa" and is_prefix
-    return replace(
-        head, draft_vocab=len(ids), d2t=None if is_free else ids, tensors=tensors
-    )
-
-
-def _rows(tensor: Tensor, rows: NDArray[np.int64]) -> Tensor:
+def pick_rows(tensor: Tensor, rows: NDArray[np.int64]) -> Tensor:
+    """A matrix of some rows of another."""
     return replace(
         tensor,
         shape=(len(rows), *tensor.shape[1:]),

@@ -29,11 +29,19 @@ from edgespec.chat import ChatTemplate
 from edgespec.cpu import usable_cores
 from edgespec.errors import EdgeSpecError, UsageError
 from edgespec.gguf_model import BIT_FOR_BIT
-from edgespec.manifest import CHAT_TEMPLATE, MANIFEST, TARGETS, TOKENIZER
+from edgespec.manifest import (
+    CHAT_TEMPLATE,
+    MANIFEST,
+    TARGETS,
+    TOKENIZER,
+    HeadEntry,
+)
 from edgespec.progress import Progress, silent
 from edgespec.tokenizer import Tokenizer
 from edgespec_export import check as checks
-from edgespec_export import gguf_file, onnx_graph, reference, sources
+from edgespec_export import gguf_file, head_bundle, onnx_graph, reference, sources
+from edgespec_export.head_bundle import NO_HEADS, HeadOptions
+from edgespec_export.heads import Head
 from edgespec_export.quantize import QUANTS, made_from
 from edgespec_export.weights import Origin, WeightSet
 
@@ -60,6 +68,7 @@ def export(
     log: Callable[[str], None] = _quiet,
     check_tokens: int | None = None,
     max_kl: float | None = None,
+    heads: HeadOptions = NO_HEADS,
 ) -> Bundle:
     """Exports a .gguf file or a Hugging Face checkpoint directory as the bundle `out`.
 
@@ -76,6 +85,7 @@ def export(
         log: gets the report, line by line.
         check_tokens: at most so many tokens of the check text.
         max_kl: limit in place of the quantisation's.
+        heads: draft heads to write beside the target.
 
     Raises UsageError for options that do not exist and for an `out` that is something
     else than a bundle, and what the source's reader and the writers raise.
@@ -100,6 +110,7 @@ def export(
     if origin_override is not None:
         weights = replace(weights, origin=origin_override)
     _check_text(weights)
+    drafts = head_bundle.read(heads, weights)
     try:
         work = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=_parent(out)))
     except OSError as error:
@@ -112,9 +123,11 @@ def export(
             if form == "gguf":
                 writer.gguf()
             elif form == "onnx":
-                writer.onnx(attention, taps)
+                needed = head_bundle.taps(drafts)
+                writer.onnx(attention, tuple(dict.fromkeys([*taps, *sorted(needed)])))
             else:
                 writer.packed()
+        writer.heads(drafts, heads.quant)
         if check:
             writer.check(source, check_tokens, max_kl)
         else:
@@ -161,6 +174,8 @@ class _Writer:
         self.entry: OnnxEntry | None = None
         self.errors: dict[str, float] = {}
         self.unpacked: Path | None = None  # what target.packed.gguf was made of
+        self.drafts: tuple[HeadEntry, ...] = ()
+        self.draft_weights: tuple[WeightsEntry, ...] = ()
 
     def gguf(self) -> None:
         """target.gguf."""
@@ -229,6 +244,17 @@ class _Writer:
             model.close()
         self.containers["packed"] = replace(container, bytes=path.stat().st_size)
 
+    def heads(self, heads: list[Head], quant: str | None) -> None:
+        """draft-* files."""
+        self.drafts, self.draft_weights = head_bundle.write(
+            heads,
+            self.work,
+            self.weights,
+            forms=self.containers,
+            quant=quant,
+            log=self.log,
+        )
+
     def check(self, source: Path, tokens: int | None, max_kl: float | None) -> None:
         """Every container against the source; raises above the limit."""
         windows = checks.windows(self.weights, limit=tokens)
@@ -289,8 +315,10 @@ class _Writer:
                 WeightsEntry(n, origin.licence, origin.source, origin.sha256)
                 for n in names
                 if n.startswith("target.")
-            ),
+            )
+            + self.draft_weights,
             check=self.checks,
+            heads=self.drafts,
         )
         bundles.write_manifest(self.work, manifest)
 

@@ -21,7 +21,7 @@ from edgespec.errors import (
     UnsupportedError,
     UsageError,
 )
-from edgespec.manifest import MANIFEST, is_plain_name, parse_manifest
+from edgespec.manifest import MANIFEST, HeadEntry, is_plain_name, parse_manifest
 
 Edit = Callable[[dict[str, Any]], object]
 
@@ -32,6 +32,7 @@ def make_manifest(directory: Path) -> bundles.Manifest:
         "target.gguf": b"GGUF weights",
         "target.onnx": b"onnx graph",
         "target.onnx.data": b"onnx weights",
+        "draft-eagle3.gguf": b"GGUF head",
         "tokenizer.json": b'{"a": 1}',
         "chat_template.jinja": "{{ messages }} \u00e4".encode(),
     }
@@ -52,6 +53,16 @@ def make_manifest(directory: Path) -> bundles.Manifest:
         onnx=bundles.OnnxEntry("gqa", (0, 2), 1),
         weights=(bundles.WeightsEntry("target.gguf", "Apache-2.0", "hf:a/b", None),),
         check={"gguf": bundles.CheckEntry(0.001, 0.99, 8192)},
+        heads=(
+            HeadEntry(
+                "eagle3",
+                "toy head",
+                {"gguf": "draft-eagle3.gguf"},
+                "q8_0",
+                256,
+                (0, 1, 2),
+            ),
+        ),
     )
 
 
@@ -105,6 +116,14 @@ def drop(*keys: str) -> Edit:
 
 
 FILE = {"sha256": "0" * 64, "size": 1}
+HEAD = {
+    "kind": "eagle3",
+    "name": "toy head",
+    "files": {"gguf": "draft-eagle3.gguf"},
+    "quant": "q8_0",
+    "draft_vocab": 256,
+    "taps": [0, 1, 2],
+}
 BROKEN: list[tuple[str, Edit, str]] = [
     ("1 unknown key", put("extra", value=1), "unknown key extra"),
     ("1 unknown inner key", put("onnx", "x", value=1), "unknown key onnx.x"),
@@ -237,8 +256,25 @@ BROKEN: list[tuple[str, Edit, str]] = [
         put("weights", 0, "sha256", value="x"),
         "64 lower-case hex digits",
     ),
-    ("8 heads", put("heads", value=["x"]), "heads: expected none in version 1"),
-    ("8 trees", put("trees", value=["x"]), "trees: expected none in version 1"),
+    ("9 heads", put("heads", value=["x"]), r"heads\[0\]: expected"),
+    *[
+        (f"9 {key}", put("heads", value=[HEAD | {key: value}]), message)
+        for key, value, message in [
+            ("kind", "hydra", r"heads\[0\].kind: expected"),
+            ("files", {}, r"heads\[0\].files: expected some of gguf, onnx"),
+            (
+                "files",
+                {"gguf": "draft-x.gguf"},
+                "files.gguf: expected a draft-... file",
+            ),
+            ("files", {"gguf": "target.gguf"}, "files.gguf: expected a draft-... file"),
+            ("files", {"other": "draft-eagle3.gguf"}, "files: expected some of"),
+            ("draft_vocab", 0, "draft_vocab: expected 1 to 512, got 0"),
+            ("draft_vocab", 513, "draft_vocab: expected 1 to 512, got 513"),
+            ("taps", [0, 3], "taps: expected a layer's index, got 3"),
+        ]
+    ],
+    ("9 trees", put("trees", value=["x"]), "trees: expected none in version 1"),
 ]
 
 

@@ -59,6 +59,41 @@ def command(
             help="hidden_states indices the ONNX graph also outputs.",
         ),
     ] = None,
+    heads: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--head",
+            metavar="PATH",
+            help="A draft head for the model: Medusa, EAGLE-1/2 or EAGLE-3, as a file "
+            "or a directory (safetensors, PyTorch or GGUF). Repeatable.",
+        ),
+    ] = None,
+    head_quant: Annotated[
+        str | None,
+        typer.Option(
+            "--head-quant",
+            metavar="QUANT",
+            help="Of the heads. Default: q8_0, or what a GGUF holds.",
+        ),
+    ] = None,
+    draft_vocab: Annotated[
+        str | None,
+        typer.Option(
+            "--draft-vocab",
+            metavar="N[:COUNTS]",
+            help="Heads draft N tokens only: those that occur most by COUNTS, a JSON "
+            "file of counts by id; without it the first ones.",
+        ),
+    ] = None,
+    tap_convention: Annotated[
+        str | None,
+        typer.Option(
+            "--tap-convention",
+            metavar="KIND",
+            help="Whether the layer ids of an EAGLE-3 head mean a layer's input or its "
+            "output. Needed where the file does not tell.",
+        ),
+    ] = None,
     name: Annotated[
         str | None, typer.Option("--name", help="Name of the model in the bundle.")
     ] = None,
@@ -73,13 +108,14 @@ def command(
     agreement go to stderr, the bundle's path to stdout.
     """
     try:
-        from edgespec_export import onnx_graph, pipeline
+        from edgespec_export import head_bundle, onnx_graph, pipeline
     except ImportError as error:
         raise BackendError(
             f"export needs the module {error.name}; "
             "install it with: pip install 'edgespec[export]'"
         ) from error
 
+    count, counts = parse_draft_vocab(draft_vocab)
     lines: list[str] = []
     with progress_bar() as progress:
         pipeline.export(
@@ -93,6 +129,9 @@ def command(
             progress=progress,
             name=name,
             log=lines.append,
+            heads=head_bundle.HeadOptions(
+                tuple(heads or ()), head_quant, count, counts, tap_convention
+            ),
         )
     for line in lines:
         note(line)
@@ -109,3 +148,15 @@ def parse_taps(text: str | None) -> tuple[int, ...]:
         raise UsageError(
             f"--taps: expected indices such as 2,15,27, got {text!r}"
         ) from None
+
+
+def parse_draft_vocab(text: str | None) -> tuple[int | None, Path | None]:
+    """Reads "8192" or "8192:counts.json". Raises UsageError on anything else."""
+    if text is None:
+        return None, None
+    number, colon, path = text.partition(":")
+    if not (number.isascii() and number.isdigit()) or bool(colon) != bool(path):
+        raise UsageError(
+            f"--draft-vocab: expected a number or NUMBER:FILE, got {text!r}"
+        )
+    return int(number), Path(path) if path else None

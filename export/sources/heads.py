@@ -17,11 +17,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.errors import FormatError, UnsupportedError, UsageError
+from edgespec.errors import FormatError, UnsupportedError
 from edgespec_export import rope
 from edgespec_export.arch import check_names, check_shape
 from edgespec_export.heads import (
     Head,
+    Kind,
     absolute_ids,
     check_target,
     optional,
@@ -74,7 +75,8 @@ def read(
 
     Args:
         expected: "eagle" (any version) or "medusa", when it must be one.
-        tap_convention: what the head's own layer ids mean, see `target_taps`.
+        tap_convention: what an EAGLE-3 head's own layer ids mean, see `target_taps`;
+            other heads have none.
 
     Raises FormatError naming tensor or key and both sides: a damaged file, one of
     another layout, missing, misshapen or surplus tensors, another target's sizes;
@@ -98,14 +100,10 @@ def _read_checkpoint(
 ) -> Head:
     where = files.where
     medusa = {n: t for n, t in files.tensors.items() if _MEDUSA.fullmatch(n)}
-    stored = _plain_names(files.tensors, where)
-    kind = "medusa" if medusa else _eagle_kind(stored, where)
-    if kind != "eagle3" and tap_convention is not None:
-        raise UsageError(
-            f"--tap-convention: {where} is a head of {kind}: it has no layer ids"
-        )
-    if kind == "medusa":
+    if medusa:
         return _medusa(files, medusa, target)
+    stored = _plain_names(files.tensors, where)
+    kind = _eagle_kind(stored, where)
     return _eagle(kind, files, stored, target, tap_convention)
 
 
@@ -128,7 +126,7 @@ def _plain_names(
     return found
 
 
-def _eagle_kind(stored: Mapping[str, StoredTensor], where: str) -> str:
+def _eagle_kind(stored: Mapping[str, StoredTensor], where: str) -> Kind:
     fc, q = stored.get("fc.weight"), stored.get(f"{_BLOCK}self_attn.q_proj.weight")
     if fc is None or q is None or len(fc.shape) != 2 or len(q.shape) != 2:
         some = ", ".join(sorted(t.name for t in stored.values())[:6])
@@ -207,7 +205,7 @@ class _Settings:
 
 
 def _eagle(
-    kind: str,
+    kind: Kind,
     files: HeadFiles,
     stored: dict[str, StoredTensor],
     target: ModelConfig,

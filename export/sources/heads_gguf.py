@@ -14,17 +14,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.errors import FormatError, UnsupportedError, UsageError
+from edgespec.errors import FormatError, UnsupportedError
 from edgespec.gguf_header import GGUFFile, TensorInfo, open_gguf
 from edgespec_export import rope
 from edgespec_export.arch import check_names, check_shape
-from edgespec_export.heads import Head, absolute_ids, gguf_name, optional, shapes
+from edgespec_export.heads import Head, Kind, absolute_ids, gguf_name, optional, shapes
 from edgespec_export.quantize import dequantize
 from edgespec_export.sources.gguf import ROPE_FREQS, half_split, sha256
 from edgespec_export.sources.heads_taps import shifted
 from edgespec_export.weights import ModelConfig, Origin, Tensor
 
-KIND_OF = {
+KIND_OF: dict[str, Kind] = {
     "eagle3": "eagle3",
     "edgespec-eagle": "eagle",
     "edgespec-medusa": "medusa",
@@ -46,10 +46,6 @@ def read(path: Path, target: ModelConfig, tap_convention: str | None) -> Head:
     keys = _Keys(file.metadata, arch, where)
     stored = {info.name: info for info in file.tensors}
     kind = KIND_OF[arch]
-    if kind != "eagle3" and tap_convention is not None:
-        raise UsageError(
-            f"--tap-convention: {where} states hidden states, no layer ids"
-        )
     build = _medusa if kind == "medusa" else _eagle
     head = build(kind, keys, file, stored, target, tap_convention)
     head = replace(head, d2t=_d2t(head, file, stored, where))
@@ -98,7 +94,7 @@ class _Keys:
 
 
 def _eagle(
-    kind: str,
+    kind: Kind,
     keys: _Keys,
     file: GGUFFile,
     stored: Mapping[str, TensorInfo],
@@ -185,7 +181,7 @@ def _taps(
 
 
 def _medusa(
-    kind: str,
+    kind: Kind,
     keys: _Keys,
     file: GGUFFile,
     stored: Mapping[str, TensorInfo],

@@ -318,13 +318,6 @@ def test_the_file_may_state_its_convention(tmp_path: Path, target: ModelConfig) 
     assert reader.read(path, target).taps == (1, 3, 6)
 
 
-def test_a_convention_without_layer_ids(tmp_path: Path, target: ModelConfig) -> None:
-    for whole in (tiny.medusa(), tiny.eagle()):
-        path = whole.write(tmp_path)
-        with pytest.raises(UsageError, match="has no layer ids"):
-            reader.read(path, target, tap_convention="input")
-
-
 def ids_of(path: Path, target: ModelConfig, **tensors: Any) -> Any:
     whole = tiny.eagle3()
     kept = {k: v for k, v in whole.tensors.items() if k not in ("d2t", "t2d")}

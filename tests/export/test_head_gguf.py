@@ -15,12 +15,8 @@ from numpy.typing import NDArray
 from edgespec.errors import EdgeSpecError, FormatError, UnsupportedError, UsageError
 from edgespec.gguf_header import open_gguf
 from edgespec_export import head_forward, head_gguf, sources
-from edgespec_export.heads import (
-    Head,
-    choose_ids,
-    share_with_target,
-    with_vocabulary,
-)
+from edgespec_export.draft_vocab import choose_ids, with_vocabulary
+from edgespec_export.heads import Head, share_with_target
 from edgespec_export.sources import heads as reader
 from edgespec_export.weights import WeightSet
 from tests.export import checkpoints
@@ -38,7 +34,6 @@ HEADS: dict[str, Callable[[], tiny.Checkpoint]] = {
     "medusa": tiny.medusa,
     "medusa on the target's": lambda: tiny.medusa(rows=None, layers=2),
 }
-LLAMA = ("eagle3", "residual", "before fc", "own width")
 
 
 @pytest.fixture(scope="module")
@@ -286,8 +281,6 @@ def test_files_of_other_models(tmp_path: Path, target: WeightSet) -> None:
     head_gguf.write(medusa, tmp_path / "draft.gguf", target=target)
     with pytest.raises(FormatError, match="expected a head of eagle, got medusa"):
         reader.read(tmp_path / "draft.gguf", target.config, expected="eagle")
-    with pytest.raises(UsageError, match="no layer ids"):
-        reader.read(tmp_path / "draft.gguf", target.config, tap_convention="input")
     with pytest.raises(EdgeSpecError, match="is not supported"):
         sources.read(tmp_path / "draft.gguf")
 

@@ -18,13 +18,8 @@ from numpy.typing import NDArray
 
 from edgespec.errors import FormatError, UsageError
 from edgespec_export import forward, head_forward, onnx_graph, onnx_head, sources
-from edgespec_export.heads import (
-    Head,
-    choose_ids,
-    outputs,
-    share_with_target,
-    with_vocabulary,
-)
+from edgespec_export.draft_vocab import choose_ids, with_vocabulary
+from edgespec_export.heads import Head, outputs, share_with_target
 from edgespec_export.sources import heads as reader
 from edgespec_export.weights import Tensor, WeightSet
 from tests.export import checkpoints
