@@ -4,11 +4,11 @@
  * Everybody who waits, waits at a gate: a number that somebody else will raise. He looks for a
  * while without giving up the processor (the others are microseconds away while a forward runs),
  * then lets others run in between, then sleeps. So a forward pays no system calls, an idle chat no
- * processor time. With more members than processors nobody looks: who waits keeps another from
- * coming.
+ * processor time. Who waits for somebody on his own processor does not look but makes way at once,
+ * and so do all where there are more members than processors.
  */
 #if defined(__linux__)
-#define _GNU_SOURCE /* sched_getaffinity */
+#define _GNU_SOURCE /* sched_getaffinity, sched_getcpu */
 #endif
 #include "clock.h"
 
@@ -80,6 +80,14 @@ typedef struct gate {
     pthread_cond_t raised;
 } gate;
 
+/* Where a member was when it last passed a gate. */
+typedef struct seat {
+    char apart[CACHE_LINE];
+    atomic_int processor;
+} seat;
+
+enum { NOWHERE = -1 };
+
 typedef struct worker {
     es_pool *pool;
     int32_t member;
@@ -96,6 +104,7 @@ struct es_pool {
     void *arg;
     int32_t n;
     double spin_seconds;
+    seat *seat;             /* (n) */
     int32_t n_started;      /* workers whose threads run */
     worker *worker;         /* (n - 1) */
 };
@@ -146,7 +155,35 @@ static int32_t processors(void)
     return INT32_MAX;
 }
 
-static void gate_wait(gate *g, unsigned seen, double spin_seconds)
+/* The processor this thread runs on; NOWHERE where the system does not say. */
+static int32_t here(void)
+{
+#if defined(__linux__)
+    return sched_getcpu();
+#else
+    return NOWHERE;
+#endif
+}
+
+static void sit(es_pool *pool, int32_t member)
+{
+    atomic_store_explicit(&pool->seat[member].processor, here(), memory_order_relaxed);
+}
+
+/* Whether another member sits where this one waits: he cannot go on before it makes way. */
+static int is_in_the_way(es_pool *pool, int32_t member)
+{
+    int32_t mine = here();
+    for (int32_t i = 0; i < pool->n && mine != NOWHERE; i++) {
+        if (i != member &&
+            atomic_load_explicit(&pool->seat[i].processor, memory_order_relaxed) == mine) {
+            return 1;
+        }
+    }
+    return 0;
+}
+
+static void gate_wait(es_pool *pool, int32_t member, gate *g, unsigned seen)
 {
     for (int32_t i = 0; i < LOOKS; i++) {
         if (is_raised(g, seen)) {
@@ -156,15 +193,15 @@ static void gate_wait(gate *g, unsigned seen, double spin_seconds)
     }
     double start = es_now();
     double waited = 0.0;
-    while (waited < spin_seconds + YIELD_SECONDS) {
+    while (waited < pool->spin_seconds + YIELD_SECONDS) {
+        if (waited >= pool->spin_seconds || is_in_the_way(pool, member)) {
+            sched_yield();
+        }
         for (int32_t i = 0; i < LOOKS; i++) {
             if (is_raised(g, seen)) {
                 return;
             }
             pause_processor();
-        }
-        if (waited >= spin_seconds) {
-            sched_yield();
         }
         waited = es_now() - start;
     }
@@ -203,12 +240,12 @@ static int arrive(es_pool *pool)
 
 void es_pool_barrier(es_pool *pool, int32_t member)
 {
-    (void)member;
     if (pool->n > 1) {
         unsigned phase = atomic_load_explicit(&pool->phase.value, memory_order_relaxed);
         if (!arrive(pool)) {
-            gate_wait(&pool->phase, phase, pool->spin_seconds);
+            gate_wait(pool, member, &pool->phase, phase);
         }
+        sit(pool, member);
     }
 }
 
@@ -217,10 +254,11 @@ static void *work(void *arg)
     worker *self = arg;
     es_pool *pool = self->pool;
     for (unsigned seen = 0;; seen++) {
-        gate_wait(&pool->start, seen, pool->spin_seconds);
+        gate_wait(pool, self->member, &pool->start, seen);
         if (pool->job == NULL) {
             return NULL;
         }
+        sit(pool, self->member);
         pool->job(pool->arg, self->member, pool->n);
         arrive(pool); /* the caller alone waits for the end */
     }
@@ -254,13 +292,19 @@ es_status es_pool_new(int32_t n, es_pool **out)
     }
     es_pool *pool = es_calloc(1, sizeof(*pool));
     worker *workers = es_calloc((size_t)n, sizeof(*workers));
-    if (pool == NULL || workers == NULL) {
+    seat *seats = es_calloc((size_t)n, sizeof(*seats));
+    if (pool == NULL || workers == NULL || seats == NULL) {
         es_free(pool);
         es_free(workers);
+        es_free(seats);
         return es_fail(ES_ERR_MEMORY, "threads: no memory for %d", (int)n);
     }
     pool->n = n;
     pool->worker = workers;
+    pool->seat = seats;
+    for (int32_t i = 0; i < n; i++) {
+        atomic_init(&seats[i].processor, NOWHERE);
+    }
     pool->spin_seconds = n <= processors() ? SPIN_SECONDS : 0.0;
     atomic_init(&pool->arrived, 0);
     int has_start = gate_init(&pool->start);
@@ -268,6 +312,7 @@ es_status es_pool_new(int32_t n, es_pool **out)
         if (has_start) {
             gate_destroy(&pool->start);
         }
+        es_free(seats);
         es_free(workers);
         es_free(pool);
         return es_fail(ES_ERR_MEMORY, "threads: the system has no more locks");
@@ -293,6 +338,7 @@ void es_pool_free(es_pool *pool)
     }
     gate_destroy(&pool->start);
     gate_destroy(&pool->phase);
+    es_free(pool->seat);
     es_free(pool->worker);
     es_free(pool);
 }

@@ -104,7 +104,7 @@ static void test_births_and_deaths(void)
     }
     es_pool_free(NULL);
     CHECK(es_pool_new(0, &pool) == ES_ERR_ARGUMENT);
-    for (long left = 0; left < 2; left++) {
+    for (long left = 0; left < 3; left++) {
         es_test_alloc_left = left;
         CHECK(es_pool_new(3, &pool) == ES_ERR_MEMORY);
     }
