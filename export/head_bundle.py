@@ -113,15 +113,17 @@ def write(
             graph = directory / TARGETS["onnx"]
             files["onnx"] = f"{stem}.onnx"
             path = directory / files["onnx"]
-            draw = onnx_head.write_medusa
-            if head.kind != "medusa":
-                draw = onnx_head.write_tree
-                files["onnx_step"] = f"{stem}-step.onnx"
-                step = directory / files["onnx_step"]
-                made = onnx_head.write_step(head, step, quant=wanted, target=graph)
-                log(_line(step.name, wanted, made.bytes, head))
+            is_medusa = head.kind == "medusa"
+            draw = onnx_head.write_medusa if is_medusa else onnx_head.write_tree
             made = draw(head, path, tree=tree, quant=wanted, target=graph)
             log(_line(path.name, wanted, made.bytes, head))
+            if not is_medusa:
+                files["onnx_step"] = f"{stem}-step.onnx"
+                step = directory / files["onnx_step"]
+                made = onnx_head.write_step(
+                    head, step, quant=wanted, target=graph, twin=path
+                )
+                log(_line(step.name, wanted, made.bytes, head))
         entries.append(
             HeadEntry(
                 kind=head.kind,

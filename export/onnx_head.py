@@ -20,7 +20,7 @@ past_len and buffers as the target's. Outputs logits float32 [n, draft_vocab], f
 float32 [n,hidden], the presents. `d2t` int64 [draft_vocab] holds the target's ids.
 
 Where a head uses the target's embedding or projection, its graph points into the file
-where the target's graph keeps its weights.
+where the target's graph keeps its weights; the step graph can so use the tree graph's.
 """
 
 from __future__ import annotations
@@ -170,8 +170,13 @@ def write_step(
     quant: str | None = None,
     target: Path | None = None,
     accuracy_level: int = 4,
+    twin: Path | None = None,
 ) -> GraphReport:
-    """Writes one step of an EAGLE head; see `write_tree` for the arguments."""
+    """Writes one step of an EAGLE head; see `write_tree` for the arguments.
+
+    Args:
+        twin: the tree graph of the same head beside `path`, whose matrices are used.
+    """
 
     def build(graph: DraftGraph) -> None:
         ops = graph.ops
@@ -201,7 +206,7 @@ def write_step(
         graph.fixed("d2t", ids.astype(np.int64))
 
     return _write(
-        head, path, "eagle_step", build, Options(quant, target, accuracy_level)
+        head, path, "eagle_step", build, Options(quant, target, accuracy_level, twin)
     )
 
 
@@ -261,7 +266,6 @@ def _write(
     build: Callable[[DraftGraph], None],
     options: Options,
 ) -> GraphReport:
-    target = options.target
     is_medusa = head.kind == "medusa"
     if is_medusa != (name == "medusa"):
         raise UsageError(f"a head of {head.kind} has no graph {name!r}")
@@ -270,8 +274,11 @@ def _write(
             f"rotary dimension {head.rope.dim} of heads of {head.head_dim}: only whole "
             "heads are rotated"
         )
-    if target is not None and target.parent.resolve() != path.parent.resolve():
-        raise UsageError(f"{path}: must lie beside {target}, whose weights it shares")
+    for other in (options.target, options.twin):
+        if other is not None and other.parent.resolve() != path.parent.resolve():
+            raise UsageError(
+                f"{path}: must lie beside {other}, whose weights it shares"
+            )
     store = Store(path.with_name(path.name + ".data"))
     try:
         graph = DraftGraph(head, store, options)

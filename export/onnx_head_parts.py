@@ -45,6 +45,7 @@ class Options:
     quant: str | None
     target: Path | None
     accuracy_level: int
+    twin: Path | None = None  # a graph of the same head, whose matrices are used
 
 
 class DraftGraph:
@@ -55,6 +56,7 @@ class DraftGraph:
         self.ops = Ops(store, options.accuracy_level)
         self.quant = options.quant
         self.target = options.target
+        self.twin = options.twin
         self.shared: list[TensorProto] = []
         self.inputs: list[onnx.ValueInfoProto] = []
         self.outputs: list[onnx.ValueInfoProto] = []
@@ -62,7 +64,7 @@ class DraftGraph:
         self.notes: Counter[str] = Counter()
         self.errors: dict[str, float] = {}
         self._known: set[str] = set()
-        self._model: onnx.ModelProto | None = None
+        self._models: dict[Path, dict[str, TensorProto]] = {}
 
     @property
     def tap_width(self) -> int:
@@ -195,37 +197,52 @@ class DraftGraph:
             self._add(name)
         elif name not in self._known:
             self._known.add(name)
-            found = self._target_tensors(theirs)
+            if self.target is None:
+                raise UsageError("the head uses the target's matrices: name its graph")
+            # a tied head is the embedding
+            found = self._found_in(self.target, theirs, "embedding")
             for tensor in found.values():
                 _keep_rows(tensor, rows)
-            for part, tensor in found.items():
-                tensor.name = f"{name}{part}"
-                self.shared.append(tensor)
-            self.ops.know_matrix(name, found, self.head.hidden)
+            self._share(name, found)
 
-    def _target_tensors(self, stem: str) -> dict[str, TensorProto]:
-        if self.target is None:
-            raise UsageError("the head uses the target's matrices: name its graph")
-        if self._model is None:
-            self._model = onnx.load(str(self.target), load_external_data=False)
-        initializers = {t.name: t for t in self._model.graph.initializer}
-        for name in (stem, "embedding"):  # a tied head is the embedding
-            found = {
-                p: initializers[name + p] for p in _PARTS if name + p in initializers
+    def _share(self, name: str, found: dict[str, TensorProto]) -> None:
+        """A matrix whose initialisers lie in another graph's data."""
+        for part, tensor in found.items():
+            tensor.name = f"{name}{part}"
+            self.shared.append(tensor)
+        width = found[""].dims[1] if "" in found else self._width(name)
+        self.ops.know_matrix(name, found, width)
+
+    def _width(self, name: str) -> int:
+        tensor = self.head.tensors.get(name)
+        return self.head.hidden if tensor is None else tensor.shape[1]
+
+    def _found_in(self, graph: Path, *stems: str) -> dict[str, TensorProto]:
+        """Copies of another graph's initialisers of the first matrix it has."""
+        if graph not in self._models:
+            model = onnx.load(str(graph), load_external_data=False)
+            self._models[graph] = {t.name: t for t in model.graph.initializer}
+        initializers = self._models[graph]
+        for stem in stems:
+            names = {
+                part: stem + part for part in _PARTS if stem + part in initializers
             }
-            if found:
-                copies = {part: TensorProto() for part in found}
-                for part, tensor in found.items():
-                    copies[part].CopyFrom(tensor)
+            copies = {part: TensorProto() for part in names}
+            for part, name in names.items():
+                copies[part].CopyFrom(initializers[name])
+            if copies:
                 return copies
-        raise FormatError(f"{self.target}: no initialisers of {stem!r}")
+        raise FormatError(f"{graph}: no initialisers of {stems[0]!r}")
 
     def _add(self, name: str) -> None:
         if name in self._known:
             return
         self._known.add(name)
+        if self.twin is not None:
+            self._share(name, self._found_in(self.twin, name))
+            return
         tensor = self.head.tensors[name]
-        # so called, 4 bits are refused: a head's projection may have them
+        # under its own name, 4 bits would become 8 for a projection
         named = replace(tensor, name=f"draft.{name}")
         matrix = onnx_weights.prepare(named, self.quant)
         if not matrix.is_exact:

@@ -188,12 +188,18 @@ def as_written(head: Head, quant: str | None) -> Head:
     return replace(head, tensors={n: rounded(t) for n, t in head.tensors.items()})
 
 
+@pytest.mark.parametrize("has_twin", [False, True])
 @pytest.mark.parametrize("name", EAGLES)
-def test_the_step(tmp_path: Path, target: tuple[Path, WeightSet], name: str) -> None:
+def test_the_step(
+    tmp_path: Path, target: tuple[Path, WeightSet], name: str, has_twin: bool
+) -> None:
     """Rows with the target's features, rows fed back, and a tree of both."""
     head = read(tmp_path, EAGLES[name](), target[1])
     path = target[0].with_name("step.onnx")
-    onnx_head.write_step(head, path, target=target[0], accuracy_level=0)
+    twin = target[0].with_name("twin.onnx") if has_twin else None
+    if twin is not None:
+        onnx_head.write_tree(head, twin, tree=TREE, target=target[0])
+    onnx_head.write_step(head, path, target=target[0], accuracy_level=0, twin=twin)
     session = open_session(path)
     theirs = target_matrix(target[0], "embedding")
     table = theirs
@@ -358,6 +364,34 @@ def test_c10_trees_deeper_than_medusa_has_heads(
     with pytest.raises(UsageError, match="4 tokens deep, the head has 3 heads"):
         onnx_head.write_medusa(head, tmp_path / "draft.onnx", tree=chain)
     assert onnx_head.prune(chain, 3) == ((-1, 0, 1, 2), (0,) * 4)
+
+
+def test_c28_positions_beyond_the_heads(
+    tmp_path: Path, target: tuple[Path, WeightSet]
+) -> None:
+    """A head trained on 16 positions drafts on behind a longer conversation."""
+    checkpoint = tiny.eagle3()
+    checkpoint.config["max_position_embeddings"] = 16
+    head = read(tmp_path / "head", checkpoint, target[1])
+    assert head.max_position == 16
+    path = target[0].with_name("short.onnx")
+    onnx_head.write_tree(head, path, tree=TREE, target=target[0])
+    rng = np.random.default_rng(1)
+    buffers = {
+        f"past_{part}_0": rng.standard_normal((1, 2, 64, 16)).astype(np.float32)
+        for part in ("key", "value")
+    }
+    (tokens,) = open_session(path).run(
+        ["draft_tokens"],
+        {
+            "tokens": np.array([5]),
+            "taps": rng.standard_normal((1, 192)).astype(np.float32),
+            "past_len": np.array([40], np.int64),
+            **buffers,
+        },
+    )
+    assert tokens[0] == 5
+    assert np.isin(tokens[1:], tiny.draft_ids()).all()
 
 
 def test_wrong_arguments(tmp_path: Path, target: tuple[Path, WeightSet]) -> None:
