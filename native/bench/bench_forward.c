@@ -37,7 +37,7 @@ static void check(es_status status)
     }
 }
 
-/* ---- the machine's limit ------------------------------------------------------------------------- */
+/* ---- the machine's limit ------------------------------------------------------------- */
 
 typedef struct limit {
     const uint8_t *memory; /* LIMIT_BYTES for every member */
@@ -82,7 +82,7 @@ static double read_rate(int32_t threads)
     return sum;
 }
 
-/* ---- trees --------------------------------------------------------------------------------------- */
+/* ---- trees --------------------------------------------------------------------------- */
 
 /* n rows: a chain, or a tree whose rows have up to three children. */
 static es_tree tree_of(int32_t n, int is_chain, int32_t vocab)
@@ -98,7 +98,7 @@ static es_tree tree_of(int32_t n, int is_chain, int32_t vocab)
     return tree;
 }
 
-/* ---- measuring ----------------------------------------------------------------------------------- */
+/* ---- measuring ----------------------------------------------------------------------- */
 
 static int ascending(const void *a, const void *b)
 {
@@ -135,6 +135,7 @@ static void fill_cache(es_target *target, int32_t n, int32_t vocab)
 static void measure(es_model *model, const es_model_info *info, es_kv_type kv, int32_t cached,
                     int32_t rounds, double rate)
 {
+    static const int32_t strides[4] = {1, 3, 7, 9}; /* no n always follows the same one */
     static series cost[2][N_COUNTS];
     es_target_params params;
     es_target *target = NULL;
@@ -149,7 +150,8 @@ static void measure(es_model *model, const es_model_info *info, es_kv_type kv, i
     check(es_target_new(model, &params, &target));
     fill_cache(target, cached, info->vocab);
     for (int32_t round = 0; round < rounds; round++) {
-        for (int32_t c = 0; c < N_COUNTS; c++) {
+        for (int32_t i = 0; i < N_COUNTS; i++) {
+            int32_t c = i * strides[round % 4] % N_COUNTS;
             for (int is_chain = 0; is_chain < 2; is_chain++) {
                 es_tree tree = tree_of(counts[c], is_chain, info->vocab);
                 /* The first of two finds the caches as another n has left them. */
@@ -162,7 +164,8 @@ static void measure(es_model *model, const es_model_info *info, es_kv_type kv, i
     }
     double floor = (double)info->token_bytes / rate;
     printf("%d rows cached; weights alone %.3f ms\n", (int)cached, 1e3 * floor);
-    printf("     n   chain ms: best  middle   tree ms: best  middle   c(n) best  middle   tree/chain\n");
+    printf("     n   chain ms: best  middle   tree ms: best  middle   c(n) best  middle"
+           "   tree/chain\n");
     for (int32_t c = 0; c < N_COUNTS; c++) {
         settle(&cost[0][c], rounds);
         settle(&cost[1][c], rounds);
@@ -257,9 +260,10 @@ int main(int argc, char **argv)
     double rate = read_rate(info.threads);
     printf("%s, %s, %s, %d threads: loaded in %.2f s, %.1f MB a token\n", path, info.architecture,
            info.cpu, (int)info.threads, loaded, (double)info.token_bytes / 1e6);
-    for (int32_t rows = cached > 0 ? cached : 256; rows <= (cached > 0 ? cached : 2048); rows *= 8) {
-        if (rows + ES_MAX_ROWS <= info.max_position) {
-            measure(model, &info, kv, rows, rounds, rate);
+    const int32_t depths[2] = {cached > 0 ? cached : 256, cached > 0 ? 0 : 2048};
+    for (int32_t i = 0; i < 2; i++) {
+        if (depths[i] > 0 && depths[i] + ES_MAX_ROWS <= info.max_position) {
+            measure(model, &info, kv, depths[i], rounds, rate);
         }
     }
     measure_prefill(model, &info, kv, rounds < 10 ? rounds : 10);

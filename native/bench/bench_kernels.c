@@ -5,9 +5,9 @@
  *
  * Every round measures the two limits and then one pass over all matrices of the model for each n.
  * Threads are timed by themselves and matrix by matrix, in slices so short that neighbours rarely
- * interrupt them; the best of all rounds counts, for limits and kernels alike, and a matrix takes as
- * long as its slowest thread. Waiting at barriers is not in it. Weights are random. TYPE is a tensor
- * type (Q4_1 ...); none: all of them. The lm_head stays Q8_0.
+ * interrupt them; the best of all rounds counts, for limits and kernels alike, and a matrix takes
+ * as long as its slowest thread. Waiting at barriers is not in it. Weights are random. TYPE is a
+ * tensor type (Q4_1 ...); none: all of them. The lm_head stays Q8_0.
  */
 #define _DEFAULT_SOURCE /* madvise, clock_gettime */
 
@@ -78,7 +78,7 @@ static void *pages(size_t n_bytes)
     return p;
 }
 
-/* ---- the machine's limits ---------------------------------------------------------------------- */
+/* ---- the machine's limits ------------------------------------------------------------ */
 
 typedef struct limits {
     const uint8_t *memory; /* LIMIT_BYTES for every member */
@@ -110,7 +110,7 @@ static double sum_of(const double *value, int32_t n)
     return sum;
 }
 
-/* ---- one pass -------------------------------------------------------------------------------------- */
+/* ---- one pass ------------------------------------------------------------------------ */
 
 typedef struct pass {
     const es_kernels *kernels;
@@ -173,7 +173,8 @@ static void pass_open(pass *p, const model *m, int32_t type)
         t->type = s == n - 1 ? ES_GGML_Q8_0 : type;
         t->rows = of->rows;
         /* Two-level types need a multiple of 256. */
-        t->cols = es_pack_tile_bytes(t->type, of->cols) > 0 ? of->cols : (of->cols + 255) / 256 * 256;
+        int32_t is_whole = es_pack_tile_bytes(t->type, of->cols) > 0;
+        t->cols = is_whole ? of->cols : (of->cols + 255) / 256 * 256;
         t->tile_bytes = es_pack_tile_bytes(t->type, t->cols);
         p->stride[s] = t->tile_bytes * (size_t)es_tiles(t->rows);
         uint8_t *data = pages(pass_bytes(p, s));
@@ -247,7 +248,7 @@ static void pass_member(void *arg, int32_t member, int32_t n)
     }
 }
 
-/* ---- report ------------------------------------------------------------------------------------ */
+/* ---- report -------------------------------------------------------------------------- */
 
 /* What shape s takes with all its copies. */
 static double shape_seconds(const pass *p, int32_t count, int32_t s)

@@ -59,7 +59,8 @@ static inline int32_t es_tiles(int32_t rows)
     return (rows + ES_TILE - 1) / ES_TILE;
 }
 
-/* How many tiles ahead gemm fetches: far enough for memory to answer, and both fit the first cache. */
+/* How many tiles ahead gemm fetches: far enough for memory to answer, near enough to stay in the
+   first cache until then. */
 static inline int32_t es_tiles_ahead(const es_tensor *tensor)
 {
     return tensor->tile_bytes < 8192 ? 2 : 1;

@@ -8,19 +8,22 @@
      load, and, or, xor         bytes
      shl, shr                   by a constant, in 16-bit units: mask the bits that crossed a byte
      lookup                     table[level] for levels 0..15 in every byte; 16 bytes of table
-     rows                       sum[r] = level * q over dwords [d0, d1) of a group, for m rows `stride`
-                                apart; levels are at most `largest` (255: 8-bit)
+     rows                       sum[r] = level * q over dwords [d0, d1) of a group, for m rows
+                                `stride` apart; levels are at most `largest` (255: 8-bit)
      less                       sum - (*count << shift)
      to_float                   int32 -> float
-     half, u8, i8, power        scales from memory: fp16, uint8, int8, MXFP4's exponent 2^(e - 128)
-     set1, mul, fma, neg        floats */
+     half, u8, i8, power        scales from memory: fp16, uint8 (u8_low, u8_high: its nibbles),
+                                int8, MXFP4's exponent 2^(e - 128)
+     float, bfloat              weights from memory: fp32, bf16
+     set1 add mul fma neg       floats; store */
 #ifndef ES_DOTS_AVX512_H
 #define ES_DOTS_AVX512_H
 
-#include "inlining.h"
 #include <immintrin.h>
 #include <stdint.h>
 #include <string.h>
+
+#include "inlining.h"
 
 enum { DOT_LANES = 16, DOT_ROWS = 8, DOT_FLOAT_ROWS = 6 };
 #define DOT_SIGNED_BYTES 0

@@ -27,7 +27,8 @@ static inline __m512i scaled(__m512 x, __m128 inverse, int32_t lane)
 static void quantize(const es_rows *rows, int32_t r, int32_t g0, int32_t g1)
 {
     const __m512i magnitude = _mm512_set1_epi32(0x7FFFFFFF);
-    const __m512i in_order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    const __m512i in_order =
+        _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     const __m512i quarters = _mm512_setr_epi32(0, 4, 8, 12, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0);
     const __m128 most = _mm_set1_ps(127.0f);
     size_t first = (size_t)r * (size_t)(rows->k / ES_GROUP);
