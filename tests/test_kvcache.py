@@ -21,8 +21,11 @@ def rounded(x: np.ndarray, kind: int) -> np.ndarray:
     """K or V rows (..., head_dim) as the cache keeps them."""
     if kind == F16:
         return x.astype(np.float16).astype(np.float64)
-    scale = np.abs(x).max(axis=-1, keepdims=True).astype(np.float64) / 127
-    return np.rint(x / scale) * scale
+    # In float32 as documented: a value near the middle of two steps may take either.
+    most = np.abs(x).max(axis=-1, keepdims=True).astype(np.float32)
+    scale = most / np.float32(127)
+    steps = np.rint(x.astype(np.float32) * (np.float32(127) / most))
+    return steps.astype(np.float64) * scale
 
 
 @dataclasses.dataclass
