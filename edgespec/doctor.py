@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from edgespec import _native, cache, cpu, machine, ram
-from edgespec.machine import Rates
 from edgespec.errors import EdgeSpecError
+from edgespec.machine import Rates
 from edgespec.progress import Progress, silent
 from edgespec.targets.base import Target
 from edgespec.tiny import tiny_gguf, tiny_graph

@@ -21,7 +21,6 @@ from edgespec._native.machine import names
 from edgespec.errors import UsageError
 from edgespec.progress import Progress, silent
 
-
 QUIET_SECONDS = 0.3  # of packing, before it is worth a word
 
 
