@@ -57,6 +57,16 @@ class Runtime:
     mlock: bool = False  # keep the weights from being swapped out
 
 
+@dataclass(frozen=True, slots=True)
+class Training:
+    """How much a head learns, and what it is to know."""
+
+    minutes: float = 60.0  # of training, after the data
+    tokens: int = 3_000_000  # of data
+    layout: str = "safeailab"  # | speculators
+    draft_vocab: int = 8192  # tokens the head drafts
+
+
 DEFAULT_CONTEXT = 4096
 
 # By backend: the prior for c(n) / c(1) = 1 + slope * (n - 1) until rounds are timed,

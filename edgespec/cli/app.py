@@ -26,7 +26,17 @@ from typing import Annotated
 
 import typer
 
-from edgespec.cli import bench, chat, doctor, export, generate, inspect, models, verify
+from edgespec.cli import (
+    bench,
+    chat,
+    doctor,
+    export,
+    generate,
+    inspect,
+    models,
+    train,
+    verify,
+)
 from edgespec.cli.terminal import note, prepare_streams
 from edgespec.errors import EdgeSpecError, UsageError
 from edgespec.version import __version__
@@ -66,6 +76,7 @@ def _options(
 app.command("chat")(chat.command)
 app.command("generate")(generate.command)
 app.command("export")(export.command)
+app.command("train")(train.command)
 app.command("verify")(verify.command)
 app.command("bench")(bench.command)
 app.command("inspect")(inspect.command)

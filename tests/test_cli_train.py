@@ -1,0 +1,142 @@
+"""`edgespec train`: from a tiny target to a head's files, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from edgespec.cli.app import main
+from edgespec.config import Training
+from edgespec_export.sources import heads
+from edgespec_export.train import texts, training, writing
+from tests.export import families, train_data
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> families.Model:
+    return train_data.target(tmp_path_factory.mktemp("target") / "a.gguf")
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Little data, and replies short enough for it to hold many prompts."""
+    monkeypatch.setattr(writing, "AHEAD", 8)
+    monkeypatch.setattr(texts, "MIX", {"question": 1, "role": 2, "own": 1})
+    monkeypatch.setattr(training, "REPLY_TOKENS", 16)
+    monkeypatch.setattr(training, "MEASURED_REPLY", 16)
+
+
+def train(made: families.Model, *options: str) -> int:
+    common = ("--minutes", "0.02", "--tokens", "9000", "--threads", "1", "--seed", "1")
+    return main(["train", str(made.path), *common, *options])
+
+
+@pytest.mark.parametrize("head", ["eagle3", "medusa", "pruned:0,7"])
+def test_from_a_target_to_a_head(
+    made: families.Model,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    head: str,
+) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "he said"}\n{"prompt": "the river"}\n')
+    out = tmp_path / "head"
+    options = ["--head", head, "-o", str(out), "--measure", str(prompts)]
+    assert train(made, *options, "--draft-vocab", "100") == 0
+    printed, talked = capsys.readouterr()
+    assert printed == f"{out}\n"
+    assert "held-out 0" in talked and "| measured 0" in talked and " = 1." in talked
+    report = json.loads((out / training.REPORT).read_text())
+    assert report["settings"]["draft_vocab"] == 100
+    assert report["target"]["sha256"] == made.weights.origin.sha256
+    assert report["data"]["held_out"] > 0 and report["data"]["seed"] == 1
+    assert report["tokens_trained_on"] > 0
+    assert report["history"][-1]["by_depth"]["measured"]
+    if head == "pruned:0,7":
+        assert (out / "draft.gguf").is_file()
+    else:
+        read = heads.read(out, made.weights.config)
+        assert (read.kind, read.draft_vocab) == (head, 100)
+
+    assert train(made, *options) == 2
+    assert "--resume goes on with it" in capsys.readouterr().err
+    assert train(made, *options, "--draft-vocab", "100", "--resume") == 0
+    assert train(made, *options, "--resume") == 2
+    words = f"made with draft_vocab 100, now {Training().draft_vocab}"
+    assert words in capsys.readouterr().err
+
+
+def test_data_are_shared_by_heads(made: families.Model, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    for head, layout in (("medusa", "safeailab"), ("eagle3", "speculators")):
+        options = ["--head", head, "-o", str(tmp_path / head), "--data", str(data)]
+        assert train(made, *options, "--layout", layout) == 0
+        changed = {path: path.stat().st_mtime_ns for path in data.iterdir()}
+    assert not (tmp_path / "medusa" / "data").exists()
+    assert (
+        train(
+            made, "--head", "pruned:3", "-o", str(tmp_path / "p"), "--data", str(data)
+        )
+        == 0
+    )
+    assert changed == {path: path.stat().st_mtime_ns for path in data.iterdir()}
+    config = json.loads((tmp_path / "eagle3" / "config.json").read_text())
+    assert config["speculators_model_type"] == "eagle3"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--head", "eagle"], "--head: expected eagle3, medusa or pruned:LAYERS"),
+        (["--head", "pruned"], "such as pruned:0,1,28,29"),
+        (["--head", "medusa:3"], "got 'medusa:3'"),
+        (["--head", "pruned:0,x"], "expected numbers of layers, got 'pruned:0,x'"),
+        (["--head", "pruned:0,8"], "expected some of layers 0 to 7, ascending"),
+        (["--head", "medusa", "--layout", "speculators"], "not medusa ones"),
+        (["--head", "medusa", "--layout", "x"], "--layout: expected safeailab"),
+        (["--head", "medusa", "--minutes", "0"], "--minutes: expected more than 0"),
+        (["--head", "medusa", "--tokens", "0"], "--tokens: expected 1 or more"),
+        (["--head", "medusa", "--draft-vocab", "0"], "--draft-vocab: expected 1"),
+        (["--head", "medusa", "--threads", "0"], "--threads: expected 1 or more"),
+        (["--head", "medusa", "--resume"], "no checkpoint; without it"),
+        (["--head", "medusa", "--tokens", "20"], "too few for a reply to learn from"),
+    ],
+)
+def test_what_cannot_work_says_so(
+    made: families.Model,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    options: list[str],
+    words: str,
+) -> None:
+    assert train(made, "-o", str(tmp_path / "out"), *options) == 2
+    assert words in capsys.readouterr().err
+    assert not list(tmp_path.rglob("*.safetensors"))
+
+
+def test_a_target_too_shallow_for_eagle(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = train_data.target(tmp_path / "a.gguf", n_layers=4)
+    assert train(made, "--head", "eagle3", "-o", str(tmp_path / "out")) == 2
+    assert "7 layers or more" in capsys.readouterr().err
+    assert train(made, "--head", "medusa", "-o", str(tmp_path / "out")) == 0
+
+
+def test_without_the_extra_it_is_named(
+    made: families.Model,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in [n for n in sys.modules if n.startswith("edgespec_export.train")]:
+        monkeypatch.delitem(sys.modules, name)
+    import edgespec_export
+
+    monkeypatch.delattr(edgespec_export, "train", raising=False)
+    monkeypatch.setitem(sys.modules, "accelerate", None)
+    assert train(made, "--head", "medusa", "-o", str(tmp_path / "out")) == 1
+    assert "pip install 'edgespec[export,train]'" in capsys.readouterr().err
