@@ -28,6 +28,7 @@ WIDTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 64)
 CHAINS = (4, 8, 16, 64)  # widths also timed without branches
 CACHED = (256, 2048)
 BURST = 3  # timed forwards of one visit, after one that is not
+SETTLE = 0.03  # seconds, for another library's waiting threads to stop spinning
 PREFILL = 512
 
 
@@ -198,6 +199,7 @@ def _fill(target: Target, cached: int) -> None:
 
 def _burst(backend: Opened, case: Case) -> list[float]:
     """Seconds of a few forwards, by the library's own clock where it has one."""
+    time.sleep(SETTLE)
     target = backend.session.target
     clock: Clock = backend.clock or time.perf_counter
     tokens = _tokens(target, case.rows)
