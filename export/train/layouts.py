@@ -30,6 +30,12 @@ WEIGHTS, CONFIG = "model.safetensors", "config.json"
 MEDUSA_WEIGHTS = "medusa_lm_head.safetensors"
 _SPECULATORS_VERSION = "0.9.0"
 _SPECULATIVE_TOKENS = 5
+_CLASSES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gemma3": "Gemma3ForCausalLM",
+}
 
 
 def check(kind: str, layout: str) -> None:
@@ -41,9 +47,18 @@ def check(kind: str, layout: str) -> None:
 
 
 def save(
-    head: torch.nn.Module, target: WeightSet, directory: Path, layout: str
+    head: torch.nn.Module,
+    target: WeightSet,
+    directory: Path,
+    layout: str,
+    verifier: str | None = None,
 ) -> None:
-    """Writes a head's files, each appearing whole. The configuration comes last."""
+    """Writes a head's files, each appearing whole. The configuration comes last.
+
+    Args:
+        verifier: where speculators find the target, a repository or a directory in
+            Hugging Face's format; without it their users have to say it.
+    """
     if isinstance(head, Pruned):
         _pruned(head, target, directory / "draft.gguf")
         return
@@ -52,8 +67,10 @@ def save(
         _save(tensors, directory / MEDUSA_WEIGHTS)
     else:
         assert isinstance(head, Eagle3)
-        as_layout = _speculators if layout == "speculators" else _safeailab
-        config, tensors = as_layout(head, target)
+        if layout == "speculators":
+            config, tensors = _speculators(head, verifier)
+        else:
+            config, tensors = _safeailab(head)
         _save(tensors, directory / WEIGHTS)
     write_whole(directory / CONFIG, json.dumps(config, indent=2) + "\n")
 
@@ -87,9 +104,7 @@ def _block(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _safeailab(
-    head: Eagle3, target: WeightSet
-) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+def _safeailab(head: Eagle3) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     config = _block(head.config) | {
         "architectures": ["LlamaForCausalLMEagle3"],
         "draft_vocab_size": len(head.vocabulary),
@@ -99,7 +114,7 @@ def _safeailab(
 
 
 def _speculators(
-    head: Eagle3, target: WeightSet
+    head: Eagle3, verifier: str | None
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     tensors = {
         name.replace("midlayer.", "layers.0."): value
@@ -113,7 +128,6 @@ def _speculators(
         "verifier_accept_k": 1,
         "accept_tolerance": 0.0,
     }
-    verifier = {"name_or_path": target.name, "architectures": ["LlamaForCausalLM"]}
     config = {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
@@ -129,7 +143,10 @@ def _speculators(
             "algorithm": "eagle3",
             "default_proposal_method": "greedy",
             "proposal_methods": [proposal],
-            "verifier": verifier,
+            "verifier": {
+                "name_or_path": verifier,
+                "architectures": [_CLASSES[head.config.arch]],
+            },
         },
     }
     return config, tensors

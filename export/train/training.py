@@ -122,8 +122,11 @@ def train(
     head = make_head(wanted, target, learnt)
     facts = _facts(wanted, budget, target, stored)
 
+    origin = model.manifest.weights[0].origin
+    verifier = origin.removeprefix("hf:") if origin.startswith("hf:") else None
+
     def save(best: torch.nn.Module, history: list[Measure], tokens: int) -> None:
-        layouts.save(best, target, wanted.directory, wanted.layout)
+        layouts.save(best, target, wanted.directory, wanted.layout, verifier)
         report = facts | {
             "tokens_trained_on": tokens,
             "history": [asdict(measure) for measure in history],

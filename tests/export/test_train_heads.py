@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -369,7 +370,12 @@ def test_eagle_files_are_what_was_trained(
     made: families.Model, tmp_path: Path, layout: str
 ) -> None:
     model = shaken(head_of(made, "eagle3", some_ids()))
-    layouts.save(model, made.weights, tmp_path, layout)
+    layouts.save(model, made.weights, tmp_path, layout, "org/target")
+    config = json.loads((tmp_path / "config.json").read_text())
+    if layout == "speculators":
+        verifier = config["speculators_config"]["verifier"]
+        assert verifier["name_or_path"] == "org/target"
+        assert verifier["architectures"] == ["LlamaForCausalLM"]
     head = heads.read(tmp_path, made.weights.config, expected="eagle")
     assert (head.kind, head.taps, head.draft_vocab) == ("eagle3", (2, 4, 5), 200)
     assert head.d2t is not None and np.array_equal(head.d2t, some_ids())
