@@ -25,8 +25,8 @@ import numpy as np
 
 NATIVE = Path(__file__).parent.parent / "native"
 SOURCES = [
-    *("rope.c", "gguf.c", "mapping.c", "blocks.c", "error.c", "kvcache.c", "ring.c"),
-    *("alloc.c", "kernels/half.c", "kernels/generic.c"),
+    *("rope.c", "gguf.c", "gguf_values.c", "mapping.c", "blocks.c", "error.c"),
+    *("kvcache.c", "ring.c", "alloc.c", "kernels/half.c", "kernels/generic.c"),
 ]
 ERR_CONTEXT, ERR_UNSUPPORTED, ERR_FORMAT = 4, 6, 7
 F16, INT8 = 0, 1

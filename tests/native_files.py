@@ -28,7 +28,7 @@ import numpy as np
 
 NATIVE = Path(__file__).parent.parent / "native"
 SOURCES = [
-    *("gguf.c", "mapping.c", "blocks.c", "pack.c", "packed_file.c"),
+    *("gguf.c", "gguf_values.c", "mapping.c", "blocks.c", "pack.c", "packed_file.c"),
     *("error.c", "kernels/half.c"),
 ]
 

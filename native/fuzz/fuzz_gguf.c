@@ -7,8 +7,8 @@
 
      clang -std=c11 -g -O1 -ffp-contract=off -fsanitize=fuzzer,address,undefined \
          -fno-sanitize-recover=all -Inative/include -Inative/src -o build/fuzz_gguf \
-         native/fuzz/fuzz_gguf.c native/src/{gguf,mapping,blocks,pack,packed_file,error}.c \
-         native/src/{arch,rope}.c native/src/kernels/half.c -lm
+         native/fuzz/fuzz_gguf.c native/src/{gguf,gguf_values,mapping,blocks}.c \
+         native/src/{pack,packed_file,error,arch,rope}.c native/src/kernels/half.c -lm
      mkdir -p build/corpus
      build/fuzz_gguf -max_total_time=300 -max_len=16384 -timeout=10 -rss_limit_mb=1024 \
          -dict=native/fuzz/gguf.dict build/corpus native/fuzz/corpus/gguf

@@ -5,10 +5,9 @@
  * before it is believed, memory grows with the bytes that are there and never with a number some
  * header claims, and names are sorted, not hashed, so that no choice of names makes look-ups slow.
  */
-#include "gguf.h"
+#include "gguf_file.h"
 
 #include <inttypes.h>
-#include <math.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
@@ -16,7 +15,6 @@
 #include "alloc.h"
 #include "blocks.h"
 #include "error.h"
-#include "mapping.h"
 
 enum {
     DEFAULT_ALIGNMENT = 32,
@@ -25,58 +23,19 @@ enum {
     MAX_DIMS = 4,
     LEAST_KEY = 13,       /* bytes of the shortest entry: length, type, a name and a value */
     LEAST_TENSOR = 33,
-    MARK_EVERY = 64,      /* strings of an array between two remembered places */
     MAX_PARTS = 99999     /* five digits */
 };
 
-/* Types of metadata values. */
-enum {
-    U8 = 0, I8, U16, I16, U32, I32, F32, BOOL, STRING, ARRAY, U64, I64, F64, N_KINDS
-};
-
-static const struct {
-    const char *name;
-    uint8_t n_bytes; /* 0: variable */
-} kinds[N_KINDS] = {
+const es_gguf_kind es_gguf_kinds[N_KINDS] = {
     [U8] = {"uint8", 1},     [I8] = {"int8", 1},   [U16] = {"uint16", 2}, [I16] = {"int16", 2},
     [U32] = {"uint32", 4},   [I32] = {"int32", 4}, [F32] = {"float32", 4}, [BOOL] = {"bool", 1},
     [STRING] = {"string", 0}, [ARRAY] = {"array", 0}, [U64] = {"uint64", 8},
     [I64] = {"int64", 8},    [F64] = {"float64", 8},
 };
 
-typedef struct entry {
-    es_gguf_string name;
-    es_gguf_string bytes;        /* name, type and value as they stand in the file */
-    uint32_t kind;               /* of the value; of the items of an array */
-    bool is_array;
-    uint64_t count;              /* items of an array, else 1 */
-    const uint8_t *value;        /* first item */
-    const uint8_t **mark;        /* arrays of strings: items 0, MARK_EVERY, ... */
-} entry;
-
-/* A name and where it belongs, for sorting. */
-typedef struct label {
-    es_gguf_string name;
-    size_t index;
-} label;
-
-struct es_gguf {
-    char *path;
-    es_mapping bytes;
-    size_t n_entries, n_tensors;
-    entry *entries;              /* (n_entries) in file order */
-    label *keys;                 /* (n_entries) sorted */
-    es_gguf_tensor *tensors;     /* (n_tensors) in file order */
-    label *names;                /* (n_tensors) sorted */
-    char *pool;                  /* the tensors' names, each with its NUL */
-    es_gguf **parts;             /* (n_parts) files after the first of a split model */
-    size_t n_parts;
-};
-
 /* ---- messages ----------------------------------------------------------------------------- */
 
-/* The end of a long path tells more than its beginning. */
-static const char *shown_path(const char *path)
+const char *es_shown_path(const char *path)
 {
     size_t n = strlen(path), most = 200;
     return n > most ? path + (n - most) : path;
@@ -118,13 +77,13 @@ static es_status spoiled(const reader *r, size_t at, const char *format, ...)
     } else {
         snprintf(subject, sizeof(subject), "%s number %zu", r->subject, r->index);
     }
-    return es_fail(ES_ERR_FORMAT, "%s: %s, at byte %zu: %s", shown_path(r->gguf->path), subject,
-                   at, detail);
+    return es_fail(ES_ERR_FORMAT, "%s: %s, at byte %zu: %s", es_shown_path(r->gguf->path),
+                   subject, at, detail);
 }
 
 /* ---- primitive reads ---------------------------------------------------------------------- */
 
-static uint64_t little_endian(const uint8_t *p, size_t n_bytes)
+uint64_t es_little_endian(const uint8_t *p, size_t n_bytes)
 {
     uint64_t value = 0;
     for (size_t i = 0; i < n_bytes; i++) {
@@ -144,7 +103,7 @@ static es_status take(reader *r, size_t n_bytes, const char *what, uint64_t *out
     if (left(r) < n_bytes) {
         return spoiled(r, r->at, "the file ends inside its %s", what);
     }
-    *out = little_endian(r->gguf->bytes.data + r->at, n_bytes);
+    *out = es_little_endian(r->gguf->bytes.data + r->at, n_bytes);
     r->at += n_bytes;
     return ES_OK;
 }
@@ -215,7 +174,7 @@ static const label *sort_labels(label *labels, size_t n)
     return NULL;
 }
 
-static const label *find_label(const label *labels, size_t n, const char *name)
+const label *es_gguf_find_label(const label *labels, size_t n, const char *name)
 {
     es_gguf_string wanted = {name, strlen(name)};
     size_t low = 0, high = n;
@@ -313,7 +272,7 @@ static es_status read_entry(reader *r, entry *e)
     if (e->kind == STRING) {
         status = read_strings(r, e);
     } else {
-        size_t n_bytes = kinds[e->kind].n_bytes;
+        size_t n_bytes = es_gguf_kinds[e->kind].n_bytes;
         if (e->count > left(r) / n_bytes) {
             return spoiled(r, r->at, "%" PRIu64 " values of %zu bytes, but only %zu bytes are left "
                            "in the file", e->count, n_bytes, left(r));
@@ -537,7 +496,7 @@ static es_status read_tensors(es_gguf *gguf, reader *r)
     }
     if (alignment == 0 || (alignment & (alignment - 1)) != 0) {
         return es_fail(ES_ERR_FORMAT, "%s: key 'general.alignment' is %" PRIu32
-                       ", expected a power of two", shown_path(gguf->path), alignment);
+                       ", expected a power of two", es_shown_path(gguf->path), alignment);
     }
     status = place_tensors(gguf, r, alignment);
     return status == ES_OK ? check_overlap(gguf, r) : status;
@@ -570,7 +529,7 @@ static es_status read_file(es_gguf *gguf)
         es_gguf_string start = {(const char *)gguf->bytes.data,
                                 gguf->bytes.n_bytes < 16 ? gguf->bytes.n_bytes : 16};
         return es_fail(ES_ERR_FORMAT, "%s: is not a GGUF file: it begins with '%s' (%zu bytes)",
-                       shown_path(gguf->path), shown(start, name), gguf->bytes.n_bytes);
+                       es_shown_path(gguf->path), shown(start, name), gguf->bytes.n_bytes);
     }
     r.at = 4;
     es_status status = take(&r, 4, "version", &version);
@@ -691,7 +650,7 @@ static es_status merge_parts(es_gguf *gguf)
     const label *twice = sort_labels(names, n);
     if (twice != NULL) {
         return es_fail(ES_ERR_FORMAT, "%s: tensor '%s' is in two of the files of this model",
-                       shown_path(gguf->path), tensors[twice->index].name);
+                       es_shown_path(gguf->path), tensors[twice->index].name);
     }
     return ES_OK;
 }
@@ -705,7 +664,7 @@ static es_status check_split(const es_gguf *part, uint32_t number, uint32_t coun
     }
     if (status == ES_OK && (got_number != number || got_count != count)) {
         return es_fail(ES_ERR_FORMAT, "%s: calls itself file %" PRIu64 " of %" PRIu32
-                       ", expected file %" PRIu32 " of %" PRIu32, shown_path(part->path),
+                       ", expected file %" PRIu32 " of %" PRIu32, es_shown_path(part->path),
                        (uint64_t)got_number + 1, got_count, number + 1, count);
     }
     return status;
@@ -727,7 +686,7 @@ static es_status open_parts(es_gguf *gguf, uint32_t count, bool use_mmap)
     if (count > MAX_PARTS || n < SPLIT_TAIL || strcmp(gguf->path + n - SPLIT_TAIL, tail) != 0) {
         return es_fail(ES_ERR_FORMAT, "%s: one of %" PRIu32 " files of a split model: open the "
                        "first, whose name ends in -00001-of-%05" PRIu32 ".gguf, with the others "
-                       "beside it", shown_path(gguf->path), count, count);
+                       "beside it", es_shown_path(gguf->path), count, count);
     }
     es_status status = check_split(gguf, 0, count);
     if (status != ES_OK) {
@@ -762,7 +721,8 @@ static es_status check_split_tensors(const es_gguf *gguf)
     es_status status = es_gguf_u32(gguf, "split.tensors.count", &n, &found);
     if (status == ES_OK && found && n != gguf->n_tensors) {
         return es_fail(ES_ERR_FORMAT, "%s: key 'split.tensors.count' is %" PRIu32
-                       ", the files have %zu tensors", shown_path(gguf->path), n, gguf->n_tensors);
+                       ", the files have %zu tensors", es_shown_path(gguf->path), n,
+                       gguf->n_tensors);
     }
     return status;
 }
@@ -821,7 +781,7 @@ const es_gguf_tensor *es_gguf_tensor_at(const es_gguf *gguf, size_t index)
 
 const es_gguf_tensor *es_gguf_find(const es_gguf *gguf, const char *name)
 {
-    const label *found = find_label(gguf->names, gguf->n_tensors, name);
+    const label *found = es_gguf_find_label(gguf->names, gguf->n_tensors, name);
     return found == NULL ? NULL : &gguf->tensors[found->index];
 }
 
@@ -838,226 +798,4 @@ const uint8_t *es_gguf_data(const es_gguf *gguf, const es_gguf_tensor *tensor)
 void es_gguf_drop(const es_gguf *gguf, const es_gguf_tensor *tensor)
 {
     es_mapping_drop(mapping_of(gguf, tensor), (size_t)tensor->offset, tensor->n_bytes);
-}
-
-/* ---- metadata, for readers ----------------------------------------------------------------- */
-
-size_t es_gguf_key_count(const es_gguf *gguf)
-{
-    return gguf->n_entries;
-}
-
-void es_gguf_key_at(const es_gguf *gguf, size_t index, es_gguf_string *name, es_gguf_string *bytes)
-{
-    *name = gguf->entries[index].name;
-    *bytes = gguf->entries[index].bytes;
-}
-
-static es_status wrong_kind(const es_gguf *gguf, const char *key, const entry *e,
-                            const char *expected)
-{
-    return es_fail(ES_ERR_FORMAT, "%s: key '%s' is %s%s, expected %s", shown_path(gguf->path), key,
-                   e->is_array ? "an array of " : "", kinds[e->kind].name, expected);
-}
-
-/* The entry of a key, NULL when absent and that is allowed. */
-static es_status find_entry(const es_gguf *gguf, const char *key, bool *found, const entry **out)
-{
-    const label *place = find_label(gguf->keys, gguf->n_entries, key);
-    *out = place == NULL ? NULL : &gguf->entries[place->index];
-    if (found != NULL) {
-        *found = place != NULL;
-    } else if (place == NULL) {
-        return es_fail(ES_ERR_FORMAT, "%s: key '%s' is missing", shown_path(gguf->path), key);
-    }
-    return ES_OK;
-}
-
-static es_status find_scalar(const es_gguf *gguf, const char *key, const char *expected,
-                             bool *found, const entry **out)
-{
-    es_status status = find_entry(gguf, key, found, out);
-    if (status == ES_OK && *out != NULL && (*out)->is_array) {
-        status = wrong_kind(gguf, key, *out, expected);
-    }
-    return status;
-}
-
-static es_status find_item(const es_gguf *gguf, const char *key, const char *expected, size_t index,
-                           const entry **out)
-{
-    es_status status = find_entry(gguf, key, NULL, out);
-    if (status != ES_OK) {
-        return status;
-    }
-    if (!(*out)->is_array) {
-        return wrong_kind(gguf, key, *out, expected);
-    }
-    if (index >= (*out)->count) {
-        return es_fail(ES_ERR_ARGUMENT, "%s: key '%s' has %" PRIu64 " items, asked for number %zu",
-                       shown_path(gguf->path), key, (*out)->count, index);
-    }
-    return ES_OK;
-}
-
-static es_status as_i64(const es_gguf *gguf, const char *key, const entry *e, size_t index,
-                        int64_t *out)
-{
-    size_t n_bytes = kinds[e->kind].n_bytes;
-    uint64_t raw = n_bytes == 0 ? 0 : little_endian(e->value + index * n_bytes, n_bytes);
-    switch (e->kind) {
-    case U8:
-    case U16:
-    case U32:
-        *out = (int64_t)raw;
-        return ES_OK;
-    case U64:
-        if (raw > INT64_MAX) {
-            return es_fail(ES_ERR_FORMAT, "%s: key '%s' has %" PRIu64 ", expected less than 2^63",
-                           shown_path(gguf->path), key, raw);
-        }
-        *out = (int64_t)raw;
-        return ES_OK;
-    case I8:
-        *out = (int8_t)raw;
-        return ES_OK;
-    case I16:
-        *out = (int16_t)raw;
-        return ES_OK;
-    case I32:
-        *out = (int32_t)raw;
-        return ES_OK;
-    case I64:
-        *out = (int64_t)raw;
-        return ES_OK;
-    default:
-        return wrong_kind(gguf, key, e, e->is_array ? "integers" : "an integer");
-    }
-}
-
-static es_status as_f32(const es_gguf *gguf, const char *key, const entry *e, size_t index,
-                        float *out)
-{
-    if (e->kind == F32) {
-        uint32_t bits = (uint32_t)little_endian(e->value + 4 * index, 4);
-        memcpy(out, &bits, sizeof(*out));
-        return ES_OK;
-    }
-    if (e->kind == F64) {
-        uint64_t bits = little_endian(e->value + 8 * index, 8);
-        double value;
-        memcpy(&value, &bits, sizeof(value));
-        *out = (float)value;
-        if (isinf(*out) && !isinf(value)) {
-            return es_fail(ES_ERR_FORMAT, "%s: key '%s' has %g, more than a float32 holds",
-                           shown_path(gguf->path), key, value);
-        }
-        return ES_OK;
-    }
-    return wrong_kind(gguf, key, e, e->is_array ? "floats" : "a float");
-}
-
-static es_gguf_string string_at(const uint8_t *p)
-{
-    return (es_gguf_string){(const char *)p + 8, (size_t)little_endian(p, 8)};
-}
-
-es_status es_gguf_u32(const es_gguf *gguf, const char *key, uint32_t *out, bool *found)
-{
-    const entry *e;
-    int64_t value;
-    es_status status = find_scalar(gguf, key, "an integer", found, &e);
-    if (status != ES_OK || e == NULL) {
-        return status;
-    }
-    status = as_i64(gguf, key, e, 0, &value);
-    if (status == ES_OK && (value < 0 || value > UINT32_MAX)) {
-        return es_fail(ES_ERR_FORMAT, "%s: key '%s' is %" PRId64 ", expected 0 to 2^32 - 1",
-                       shown_path(gguf->path), key, value);
-    }
-    if (status == ES_OK) {
-        *out = (uint32_t)value;
-    }
-    return status;
-}
-
-es_status es_gguf_f32(const es_gguf *gguf, const char *key, float *out, bool *found)
-{
-    const entry *e;
-    es_status status = find_scalar(gguf, key, "a float", found, &e);
-    return status == ES_OK && e != NULL ? as_f32(gguf, key, e, 0, out) : status;
-}
-
-es_status es_gguf_bool(const es_gguf *gguf, const char *key, bool *out, bool *found)
-{
-    const entry *e;
-    es_status status = find_scalar(gguf, key, "a bool", found, &e);
-    if (status != ES_OK || e == NULL) {
-        return status;
-    }
-    if (e->kind != BOOL) {
-        return wrong_kind(gguf, key, e, "a bool");
-    }
-    *out = e->value[0] != 0;
-    return ES_OK;
-}
-
-es_status es_gguf_str(const es_gguf *gguf, const char *key, es_gguf_string *out, bool *found)
-{
-    const entry *e;
-    es_status status = find_scalar(gguf, key, "a string", found, &e);
-    if (status != ES_OK || e == NULL) {
-        return status;
-    }
-    if (e->kind != STRING) {
-        return wrong_kind(gguf, key, e, "a string");
-    }
-    *out = string_at(e->value);
-    return ES_OK;
-}
-
-es_status es_gguf_array(const es_gguf *gguf, const char *key, size_t *count, bool *found)
-{
-    const entry *e;
-    es_status status = find_entry(gguf, key, found, &e);
-    if (status != ES_OK || e == NULL) {
-        return status;
-    }
-    if (!e->is_array) {
-        return wrong_kind(gguf, key, e, "an array");
-    }
-    *count = (size_t)e->count;
-    return ES_OK;
-}
-
-es_status es_gguf_array_i64(const es_gguf *gguf, const char *key, size_t index, int64_t *out)
-{
-    const entry *e;
-    es_status status = find_item(gguf, key, "an array of integers", index, &e);
-    return status == ES_OK ? as_i64(gguf, key, e, index, out) : status;
-}
-
-es_status es_gguf_array_f32(const es_gguf *gguf, const char *key, size_t index, float *out)
-{
-    const entry *e;
-    es_status status = find_item(gguf, key, "an array of floats", index, &e);
-    return status == ES_OK ? as_f32(gguf, key, e, index, out) : status;
-}
-
-es_status es_gguf_array_str(const es_gguf *gguf, const char *key, size_t index,
-                            es_gguf_string *out)
-{
-    const entry *e;
-    es_status status = find_item(gguf, key, "an array of strings", index, &e);
-    if (status != ES_OK) {
-        return status;
-    }
-    if (e->kind != STRING) {
-        return wrong_kind(gguf, key, e, "strings");
-    }
-    *out = string_at(e->mark[index / MARK_EVERY]);
-    for (size_t i = index / MARK_EVERY * MARK_EVERY; i < index; i++) {
-        *out = string_at((const uint8_t *)out->data + out->n);
-    }
-    return ES_OK;
 }
