@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -71,11 +72,7 @@ class Tally:
 
 
 def peak_rss_mb() -> float:
-    """Largest resident size of this process so far, in MB (1e6 bytes); 0 if unknown."""
-    try:
-        import resource
-    except ImportError:  # Windows
-        return 0.0
+    """Largest resident size of this process so far, in MB (1e6 bytes)."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / 1e6 if sys.platform == "darwin" else peak * 1024 / 1e6
 

@@ -101,7 +101,7 @@ def check_structs(*names: str) -> None:
 
 def library_path() -> Path:
     """Where the C library of this package lives."""
-    suffix = {"darwin": "dylib", "win32": "dll"}.get(sys.platform, "so")
+    suffix = "dylib" if sys.platform == "darwin" else "so"
     return Path(__file__).parent.with_name(f"libedgespec.{suffix}")
 
 

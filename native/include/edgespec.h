@@ -36,11 +36,7 @@
 extern "C" {
 #endif
 
-#if defined(_WIN32)
-#define ES_API __declspec(dllexport)
-#else
 #define ES_API __attribute__((visibility("default")))
-#endif
 
 #define ES_VERSION "0.1.0"
 #define ES_ABI 2          /* raised whenever a struct or a signature below changes */

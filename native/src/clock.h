@@ -2,7 +2,7 @@
 #ifndef ES_CLOCK_H
 #define ES_CLOCK_H
 
-#if !defined(_WIN32) && !defined(_POSIX_C_SOURCE)
+#if !defined(_POSIX_C_SOURCE)
 #define _POSIX_C_SOURCE 200809L
 #endif
 
@@ -11,11 +11,7 @@
 static inline double es_now(void)
 {
     struct timespec t;
-#if defined(_WIN32)
-    timespec_get(&t, TIME_UTC);
-#else
     clock_gettime(CLOCK_MONOTONIC, &t);
-#endif
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 

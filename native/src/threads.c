@@ -14,6 +14,11 @@
 
 #include "threads.h"
 
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <stdatomic.h>
+
 #include "alloc.h"
 #include "error.h"
 
@@ -22,49 +27,6 @@ void es_share(int32_t count, int32_t member, int32_t n, int32_t *begin, int32_t 
     *begin = (int32_t)((int64_t)count * member / n);
     *end = (int32_t)((int64_t)count * (member + 1) / n);
 }
-
-#if defined(_MSC_VER)
-
-/* No POSIX threads there: the caller is the only member. */
-struct es_pool {
-    int32_t n;
-};
-
-es_status es_pool_new(int32_t n, es_pool **out)
-{
-    if (n < 1) {
-        return es_fail(ES_ERR_ARGUMENT, "threads: expected 1 or more, got %d", (int)n);
-    }
-    *out = es_calloc(1, sizeof(**out));
-    if (*out == NULL) {
-        return es_fail(ES_ERR_MEMORY, "threads: no memory");
-    }
-    (*out)->n = 1;
-    return ES_OK;
-}
-
-void es_pool_free(es_pool *pool)
-{
-    es_free(pool);
-}
-
-void es_pool_run(es_pool *pool, es_job job, void *arg)
-{
-    job(arg, 0, pool->n);
-}
-
-void es_pool_barrier(es_pool *pool, int32_t member)
-{
-    (void)pool;
-    (void)member;
-}
-
-#else
-
-#include <pthread.h>
-#include <sched.h>
-#include <signal.h>
-#include <stdatomic.h>
 
 enum { CACHE_LINE = 64, LOOKS = 32 };
 /* How long a waiting member keeps its processor, and how long it then only lets others run. A
@@ -353,8 +315,6 @@ void es_pool_run(es_pool *pool, es_job job, void *arg)
     job(arg, 0, pool->n);
     es_pool_barrier(pool, 0);
 }
-
-#endif
 
 int32_t es_pool_size(const es_pool *pool)
 {
