@@ -41,9 +41,47 @@ Refill = Callable[[list[int]], "Refilled | None"]
 class Generation(Iterator[Delta]):
     """Iterates over the deltas of one reply; `reply` is the whole afterwards.
 
-    Closing it early, an exception or Ctrl-C in the middle leave the session consistent:
-    the sequence and the KV cache end with the last token handed out.
+    Closing it early, dropping it, an exception or Ctrl-C in the middle leave the
+    session consistent: sequence and KV cache end with the last token handed out.
     """
+
+    def __init__(self, making: Making) -> None:
+        self._making = making
+
+    @property
+    def seed(self) -> int:
+        """Of the noise: the one asked for, else one drawn for this reply."""
+        return self._making.seed
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt, the template's included."""
+        return self._making.prompt_tokens
+
+    @property
+    def reply(self) -> Reply:
+        """The reply so far; finish_reason is "cancelled" unless it came to an end."""
+        return self._making.reply
+
+    def on_end(self, call: Callable[[Making], None]) -> None:
+        """Has `call` called once the reply is over, however it ended."""
+        self._making.on_end(call)
+
+    def __next__(self) -> Delta:
+        return next(self._making.deltas)
+
+    def close(self) -> None:
+        """Ends the reply here. Idempotent."""
+        self._making.deltas.close()
+
+    def __del__(self) -> None:
+        # The running generator and what it makes refer to each other: leaving a loop
+        # early would otherwise keep the session busy until the garbage collector runs.
+        self.close()
+
+
+class Making:
+    """A reply in the making: what runs inside a Generation."""
 
     def __init__(
         self,
@@ -52,7 +90,7 @@ class Generation(Iterator[Delta]):
         request: Request,
         *,
         refill: Refill | None = None,
-        on_end: Callable[[Generation], None] | None = None,
+        on_end: Callable[[Making], None] | None = None,
     ) -> None:
         self._engine = engine
         self._transcript = transcript
@@ -70,7 +108,7 @@ class Generation(Iterator[Delta]):
         self._has_begun = False
         self._evaluated = 0
         self.evicted = request.evicted
-        self._deltas = self._run()
+        self.deltas = self._run()
 
     @property
     def seed(self) -> int:
@@ -82,19 +120,10 @@ class Generation(Iterator[Delta]):
 
     @property
     def reply(self) -> Reply:
-        """The reply so far; finish_reason is "cancelled" unless it came to an end."""
         return self._reply or self._make_reply("cancelled")
 
-    def on_end(self, call: Callable[[Generation], None]) -> None:
-        """Has `call` called once the reply is over, however it ended."""
+    def on_end(self, call: Callable[[Making], None]) -> None:
         self._on_end.append(call)
-
-    def __next__(self) -> Delta:
-        return next(self._deltas)
-
-    def close(self) -> None:
-        """Ends the reply here. Idempotent."""
-        self._deltas.close()
 
     def _run(self) -> Generator[Delta, None, None]:
         with self._engine.claim():

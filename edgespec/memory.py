@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from edgespec.generation import Refilled
 
 if TYPE_CHECKING:
-    from edgespec.generation import Generation
+    from edgespec.generation import Making
 
 Message = Mapping[str, Any]
 
@@ -79,10 +79,10 @@ class Excerpt:
         """For a context that fills up during the reply."""
         return self._shorten(reply, self._context + 1)
 
-    def keep(self, generation: Generation) -> None:
+    def keep(self, making: Making) -> None:
         """Remembers the tokens of a reply that has ended."""
-        reply = generation.reply
-        self.memory.evicted = generation.evicted
+        reply = making.reply
+        self.memory.evicted = making.evicted
         tokens = list(reply.tokens)
         if tokens and tokens[-1] in self._eos:
             tokens.pop()

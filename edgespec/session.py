@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import secrets
+import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
 from edgespec._native import SampleParams
@@ -19,7 +21,7 @@ from edgespec.config import (
 from edgespec.drafts.base import Drafter
 from edgespec.engine import Engine
 from edgespec.errors import ContextError, UsageError
-from edgespec.generation import Generation, Refill, Request
+from edgespec.generation import Generation, Making, Refill, Request
 from edgespec.memory import Excerpt, Memory
 from edgespec.reply import Reply
 from edgespec.sliding import Sliding, Window
@@ -86,6 +88,7 @@ class Session:
         self.template = template
         self.name = name
         self.last_reply: Reply | None = None
+        self._latest: weakref.ref[Generation] | None = None
         self.speculation = speculation or Speculation()
         self._temperature = FALLBACK_TEMPERATURE if temperature is None else temperature
         self._top_p = FALLBACK_TOP_P if top_p is None else top_p
@@ -101,6 +104,10 @@ class Session:
         return self
 
     def __exit__(self, *_: object) -> None:
+        generation = None if self._latest is None else self._latest()
+        if generation is not None:
+            with suppress(ValueError):  # another thread is inside: close() tells
+                generation.close()
         self.close()
 
     @property
@@ -307,16 +314,19 @@ class Session:
             notice=notice,
         )
         is_thinking = self.template is not None and self.template.opens_thinking(ids)
-        return Generation(
+        making = Making(
             self.engine,
             Transcript(self.tokenizer, stopping.stop, is_thinking=is_thinking),
             request,
             refill=refill,
             on_end=self._keep,
         )
+        generation = Generation(making)
+        self._latest = weakref.ref(generation)
+        return generation
 
-    def _keep(self, generation: Generation) -> None:
-        self.last_reply = generation.reply
+    def _keep(self, making: Making) -> None:
+        self.last_reply = making.reply
 
     def _checked(self, ids: Sequence[Any]) -> list[int]:
         if not ids:

@@ -412,6 +412,30 @@ def test_many_threads_hammer_one_session_without_harm() -> None:
     assert expected in outcomes
 
 
+def test_a_loop_that_is_left_leaves_the_session_free() -> None:
+    session = toy.session(toy.ToyTarget())
+    for _ in session.generate(PROMPT, sampling=GREEDY):
+        break
+    reply = session.complete(PROMPT, sampling=GREEDY, stopping=Stopping(max_tokens=3))
+    assert len(reply.tokens) == 3
+
+
+def test_leaving_a_session_ends_its_reply_and_lets_an_error_through() -> None:
+    generation = None
+
+    def stumble() -> None:
+        nonlocal generation
+        with toy.session(toy.ToyTarget()) as session:
+            generation = session.generate(PROMPT, sampling=GREEDY)
+            next(generation)
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        stumble()
+    assert generation is not None
+    assert generation.reply.finish_reason == "cancelled"
+
+
 class Stumbling(toy.ToyTarget):
     """Raises once, at the given call."""
 
