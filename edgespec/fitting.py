@@ -79,6 +79,9 @@ def _advice(
                 also = "" if form == kv else " with --kv int8"
                 found.append(f"--ctx {size}{also} fits")
                 break
+    wanted = need(context, kv)
+    if is_windowed and wanted.weights + wanted.file < have:
+        found.append("a smaller --window needs less")
     if not found:
         return "a smaller quantisation of the model is needed, or a smaller model"
     return ", ".join(found)

@@ -78,6 +78,14 @@ def test_a_window_is_not_told_to_take_a_smaller_context(monkeypatch) -> None:
     assert "--kv int8 fits" in message
 
 
+def test_a_window_too_large_is_told_to_shrink(monkeypatch) -> None:
+    need = needing(1000 * MB)
+    message = refusal(monkeypatch, 1010 * MB, need, is_windowed=True)
+    assert message.endswith("; a smaller --window needs less")
+    message = refusal(monkeypatch, 900 * MB, need, is_windowed=True)
+    assert "--window" not in message
+
+
 def test_mapping_is_offered_where_reading_is_too_much(monkeypatch) -> None:
     need = needing(1000 * MB, file=900 * MB)
     message = refusal(monkeypatch, 2000 * MB, need)
