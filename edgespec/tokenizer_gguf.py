@@ -186,8 +186,10 @@ def _byte_level(metadata: Mapping[str, Any], tokens: list[str]) -> dict[str, Any
             f"tokenizer.ggml.pre {pre!r} is not supported; known: {', '.join(SPLITS)}"
         )
     vocab = {token: i for i, token in enumerate(tokens)}
-    # Repeated merges count where they first appear.
-    lines = dict.fromkeys(_list(metadata, "merges", None, str) or [])
+    entries = _list(metadata, "merges", None, str)
+    if entries is None:  # every text would fall apart into its bytes
+        raise FormatError("tokenizer.ggml.merges is missing")
+    lines = dict.fromkeys(entries)  # repeated merges count where they first appear
     merges = []
     for line in lines:
         left, _, right = line[1:].partition(" ")

@@ -322,6 +322,7 @@ def test_text_that_spells_a_control_token_never_becomes_one() -> None:
     [
         ({"tokenizer.ggml.model": "t5"}, "'t5'"),
         ({"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "viking"}, "'viking'"),
+        ({"tokenizer.ggml.model": "gpt2"}, "merges is missing"),
         ({"tokenizer.ggml.scores": None}, "scores is missing"),
         ({"tokenizer.ggml.scores": [0.0]}, r"expected .* entries, got 1"),
         ({"tokenizer.ggml.tokens": []}, "tokens is missing or empty"),
