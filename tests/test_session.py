@@ -512,7 +512,7 @@ def test_a_nan_among_the_logits_is_an_error_not_a_token() -> None:
         row(sequence) * (np.nan if len(sequence) == 12 else 1.0)
     )
     session = toy.session(target)
-    with pytest.raises(NativeError, match="NaN"):
+    with pytest.raises(NativeError, match="NaN: the weights are damaged"):
         session.complete(PROMPT, sampling=GREEDY, stopping=Stopping(max_tokens=30))
     target.row = row
     reply = session.complete(PROMPT, sampling=GREEDY, stopping=Stopping(max_tokens=30))

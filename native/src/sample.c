@@ -420,7 +420,8 @@ es_status es_sample_row(const es_sampling *s, const int32_t *history, size_t n_h
 {
     float max;
     if (!find_max(logits, vocab, &max)) {
-        return es_fail(ES_ERR_NUMERIC, "logits: a value is NaN");
+        return es_fail(ES_ERR_NUMERIC, "logits: a value is NaN: the weights are damaged, or too "
+                       "large for the model's arithmetic");
     }
     if (allowed != NULL) {
         for (size_t t = 0; t < vocab; t++) {
