@@ -136,23 +136,31 @@ def _open_native(
         others = [
             f"--backend {name}"
             for name, container in (("onnx", "onnx"), ("llamacpp", "gguf"))
-            if TARGETS[container] in bundle
+            if TARGETS[container] in bundle and not _native_options(runtime)
         ]
         raise UnsupportedError(
             f"{error}; {' or '.join(others)} may run it" if others else str(error)
         ) from error
 
 
-def _refuse_native_options(runtime: Runtime, backend: str) -> None:
+def _native_options(runtime: Runtime) -> list[str]:
+    """The options given that no other backend has."""
     default = Runtime()
-    for name, option in (
-        ("kv", "--kv"),
-        ("window", "--window"),
-        ("mmap", "--no-mmap"),
-        ("mlock", "--mlock"),
-    ):
-        if getattr(runtime, name) != getattr(default, name):
-            raise UsageError(f"{option}: only the native backend has it, not {backend}")
+    return [
+        option
+        for name, option in (
+            ("kv", "--kv"),
+            ("window", "--window"),
+            ("mmap", "--no-mmap"),
+            ("mlock", "--mlock"),
+        )
+        if getattr(runtime, name) != getattr(default, name)
+    ]
+
+
+def _refuse_native_options(runtime: Runtime, backend: str) -> None:
+    for option in _native_options(runtime):
+        raise UsageError(f"{option}: only the native backend has it, not {backend}")
 
 
 def _check_vocabulary(bundle: Model, spelt: int, target: Target) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from edgespec._native import (
     NativeModel,
     NativeSession,
     SampleParams,
+    cpu_variants,
     tree_derive,
 )
 from edgespec._native import model as native_model
@@ -280,6 +283,52 @@ def test_an_unknown_architecture_says_who_may_run_it(
     other.write_bytes(path.read_bytes().replace(b"llama", b"grok7"))
     with pytest.raises(UnsupportedError, match=r"grok7.*--backend llamacpp may run it"):
         open_target(resolve(str(other)), Runtime())
+
+
+def test_nobody_is_named_who_refuses_the_options(tmp_path: Path) -> None:
+    windowed = families.gguf(tmp_path / "a.gguf", "gemma3")
+    with pytest.raises(UnsupportedError, match="have a window of 16") as caught:
+        open_target(resolve(str(windowed.path)), Runtime(window=5))
+    assert "--backend" not in str(caught.value)
+
+
+def test_a_kernel_variant_that_does_not_run_here_is_a_usage_error(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = ("avx2", "neon_dotprod")  # no processor has both
+    absent = next(name for name in known if name not in cpu_variants())
+    monkeypatch.setenv("EDGESPEC_CPU", absent)
+    with pytest.raises(UsageError, match=f"EDGESPEC_CPU: {absent}: .*generic"):
+        open_target(resolve(str(path)), Runtime())
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_process_is_told_to_load_the_model_itself(path: Path) -> None:
+    """Threads do not survive a fork: waiting for them would be for ever."""
+    target = NativeTarget(path, context=CONTEXT, threads=2)
+    expected = target.prefill(IDS).copy()
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            signal.alarm(30)
+            with pytest.raises(BackendError) as caught:
+                target.forward(a_tree())
+            os.write(writer, str(caught.value).encode())
+            target.close()
+            own = NativeTarget(path, context=CONTEXT, threads=2)
+            code = 0 if np.array_equal(own.prefill(IDS), expected) else 2
+        finally:
+            os._exit(code)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as pipe:
+        said = pipe.read().decode()
+    assert os.waitpid(child, 0)[1] == 0
+    assert f"loaded in process {os.getpid()}" in said
+    target.truncate(0)
+    assert np.array_equal(target.prefill(IDS), expected)
+    target.close()
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from edgespec._native.library import (
     struct,
 )
 from edgespec._native.machine import names
-from edgespec.errors import UsageError
+from edgespec.errors import BackendError, UsageError
 from edgespec.progress import Progress, silent
 
 QUIET_SECONDS = 0.3  # of packing, before it is worth a word
@@ -108,7 +108,8 @@ class NativeModel:
         cpu: a name of cpu_variants(); None: $EDGESPEC_CPU, else the best.
 
     Raises FormatError for a damaged file, UnsupportedError for an architecture, type or
-    option the engine does not know, BackendError when the file cannot be read.
+    option the engine does not know, BackendError when the file cannot be read, and from
+    every call in a process forked from the one that opened it.
     """
 
     def __init__(
@@ -121,6 +122,7 @@ class NativeModel:
         cpu: str | None = None,
     ) -> None:
         self._handle = HANDLE()
+        self._process = os.getpid()
         check_structs("es_model_params", "es_model_info")
         params = CModelParams()
         _params_default(byref(params))
@@ -162,7 +164,8 @@ class NativeModel:
     def close(self) -> None:
         """Frees the weights; its caches have to be closed before. Idempotent."""
         handle, self._handle = getattr(self, "_handle", None), HANDLE()
-        if handle:
+        # A forked process has no threads to send home; it would wait for them for ever.
+        if handle and self._process == os.getpid():
             _free(handle)
 
     def __del__(self) -> None:
@@ -172,4 +175,14 @@ class NativeModel:
     def open_handle(self) -> ctypes.c_void_p:
         if not self._handle:
             raise UsageError("the model is closed")
+        self.check_process()
         return self._handle
+
+    def check_process(self) -> None:
+        """Raises BackendError in a process forked from the one that has the threads."""
+        if self._process != os.getpid():
+            raise BackendError(
+                f"the model was loaded in process {self._process} and its threads "
+                f"stayed there; process {os.getpid()} was forked from it and has to "
+                "load the model itself"
+            )

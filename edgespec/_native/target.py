@@ -107,6 +107,7 @@ class NativeTargetState:
     def open_handle(self) -> ctypes.c_void_p:
         if not self._handle:
             raise UsageError("the target is closed")
+        self._model.check_process()
         return self._handle
 
     def forward(

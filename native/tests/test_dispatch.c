@@ -89,7 +89,7 @@ static void test_choice(void)
             CHECK(status == ES_OK);
             CHECK(strcmp(chosen->name, known[i]) == 0);
         } else {
-            CHECK(status == ES_ERR_UNSUPPORTED);
+            CHECK(status == ES_ERR_ARGUMENT);
             CHECK(chosen == NULL);
             CHECK(strstr(es_error_message(), known[i]) != NULL);
             CHECK(strstr(es_error_message(), "generic") != NULL);

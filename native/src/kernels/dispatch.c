@@ -142,7 +142,7 @@ es_status es_kernels_choose(const char *name, const es_kernels **out)
             *out = variants[i].table;
             return ES_OK;
         }
-        return es_fail(ES_ERR_UNSUPPORTED, "%s: %s: expected one of %s; %s lacks it", source, name,
+        return es_fail(ES_ERR_ARGUMENT, "%s: %s: expected one of %s; %s lacks it", source, name,
                        here, variants[i].table != NULL ? "this processor" : "this build");
     }
     return es_fail(ES_ERR_ARGUMENT, "%s: expected one of %s, got '%s'", source, here, name);

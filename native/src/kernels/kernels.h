@@ -111,8 +111,8 @@ typedef struct es_kernels {
 
 /* Tables compiled into this library; NULL past the end. Not all run on this processor. */
 const es_kernels *es_kernels_at(int32_t index);
-/* name NULL or "": EDGESPEC_CPU, else the best this processor runs. ES_ERR_ARGUMENT for an unknown
-   name, ES_ERR_UNSUPPORTED for one this processor lacks; the message lists what there is. */
+/* name NULL or "": EDGESPEC_CPU, else the best this processor runs. ES_ERR_ARGUMENT for a name
+   that is unknown or that this processor lacks; the message lists what there is. */
 es_status es_kernels_choose(const char *name, const es_kernels **out);
 
 /* The calling thread's float mode: default rounding, denormals kept. leave restores. */
