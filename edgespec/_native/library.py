@@ -24,7 +24,7 @@ from edgespec.errors import (
     UsageError,
 )
 
-ABI = 2
+ABI = 3
 HANDLE = ctypes.c_void_p
 SIZE = ctypes.c_size_t
 BUFFER = ctypes.c_void_p  # the address of a numpy array

@@ -39,7 +39,7 @@ extern "C" {
 #define ES_API __attribute__((visibility("default")))
 
 #define ES_VERSION "0.1.0"
-#define ES_ABI 2          /* raised whenever a struct or a signature below changes */
+#define ES_ABI 3          /* raised whenever a struct or a signature below changes */
 #define ES_MAX_ROWS 64    /* rows of one tree, root included: ancestors fit one uint64_t */
 
 /* ---- status and errors ------------------------------------------------------------------- */
@@ -377,6 +377,69 @@ ES_API es_status es_target_read_taps(const es_target *target, int32_t n_rows, fl
    sequence less its last token. */
 ES_API es_status es_round_run(es_session *session, es_target *target, es_round_kind kind,
                               es_tree *tree, float *logits, es_round *out);
+
+/* ---- draft heads ------------------------------------------------------------------------- */
+
+/* Weights that guess what a target says next. A head uses its target's embedding and output matrix
+   where it has none of its own, and the target's threads and kernels always. */
+typedef struct es_head es_head;
+
+typedef enum es_head_kind {
+    ES_HEAD_MEDUSA = 0,
+    ES_HEAD_EAGLE = 1,     /* EAGLE-1 and 2 */
+    ES_HEAD_EAGLE3 = 2,
+    ES_HEAD_MODEL = 3      /* a small model of its own */
+} es_head_kind;
+
+#define ES_MAX_TAPS 8
+
+typedef struct es_head_info {
+    es_head_kind kind;
+    int32_t hidden;
+    int32_t draft_vocab;       /* tokens it can say */
+    int32_t max_position;      /* distance its positions span; 0: it has none */
+    int32_t depth;             /* most levels it can draft (Medusa: its heads); 0: any */
+    int32_t n_taps;            /* hidden states of the target it reads ... */
+    int32_t taps[ES_MAX_TAPS]; /* ... and which, numbered as in es_target_set_taps */
+    size_t file_bytes;
+    size_t weight_bytes;       /* its own weights, packed */
+} es_head_info;
+
+/* Loads a head whole. The target's model is loaded and outlives it. ES_ERR_FORMAT names both sides
+   when the head is made for another target. */
+ES_API es_status es_head_open(es_model *target, const char *path, es_head **out);
+ES_API es_status es_head_describe(const es_head *head, es_head_info *out);
+ES_API void es_head_free(es_head *head);                 /* NULL is a no-op; after its drafters */
+
+/* One conversation's draft state over a head: which tokens were committed, what the target thought
+   at each of them, and what the head keeps of that. */
+typedef struct es_drafter es_drafter;
+
+typedef struct es_drafter_params {
+    int32_t window;       /* positions the head looks back; 0: 1024, or the head's limit if less */
+} es_drafter_params;
+
+ES_API es_status es_drafter_params_default(es_drafter_params *out);
+/* Bytes es_drafter_new would need: KV, kept hidden states, scratch. */
+ES_API es_status es_drafter_memory(const es_head *head, const es_drafter_params *params,
+                                   size_t *bytes);
+ES_API es_status es_drafter_new(es_head *head, const es_drafter_params *params, es_drafter **out);
+ES_API void es_drafter_free(es_drafter *drafter);        /* NULL is a no-op */
+ES_API int64_t es_drafter_length(const es_drafter *drafter);   /* positions it was told of */
+
+/* The target committed these: tokens (n) and their hidden states taps (n, n_taps, target's hidden),
+   kept as halves until a draft reads them. For targets that are not the core's own; an attached
+   es_target does it. */
+ES_API es_status es_drafter_append(es_drafter *drafter, const int32_t *tokens, const float *taps,
+                                   size_t n);
+ES_API es_status es_drafter_truncate(es_drafter *drafter, int64_t length);
+
+/* From now on the target's prefills, commits and truncations keep the drafter in step, and its taps
+   are those the head wants. ES_ERR_STATE unless their lengths are equal. NULL: no more. */
+ES_API es_status es_target_attach(es_target *target, es_drafter *drafter);
+/* The session's ES_ROUND_DRAFT rounds draft with it, beside n-grams where it has them. NULL: no
+   more. */
+ES_API es_status es_session_attach(es_session *session, es_drafter *drafter);
 
 /* ---- machine ------------------------------------------------------------------------------ */
 

@@ -32,6 +32,8 @@ size_t es_struct_size(const char *name)
         {"es_model_params", sizeof(es_model_params)},
         {"es_model_info", sizeof(es_model_info)},
         {"es_target_params", sizeof(es_target_params)},
+        {"es_head_info", sizeof(es_head_info)},
+        {"es_drafter_params", sizeof(es_drafter_params)},
     };
     for (size_t i = 0; i < sizeof(sizes) / sizeof(sizes[0]); i++) {
         if (strcmp(sizes[i].name, name) == 0) {
