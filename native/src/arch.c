@@ -148,15 +148,14 @@ static const char *key_of(const reader *r, const char *key, key_text out)
     return out;
 }
 
-/* A whole number in [1, most]; absent is `otherwise`, or an error where that is 0. */
-static es_status read_size(const reader *r, const char *key, int32_t otherwise, int32_t most,
-                           int32_t *out)
+es_status es_key_size(const es_gguf *gguf, const char *arch, const char *key, int32_t otherwise,
+                      int32_t most, int32_t *out)
 {
     key_text name;
     uint32_t value = 0;
     bool found = true;
-    es_status status = es_gguf_u32(r->gguf, key_of(r, key, name), &value,
-                                   otherwise == 0 ? NULL : &found);
+    snprintf(name, sizeof(name), "%s.%s", arch, key);
+    es_status status = es_gguf_u32(gguf, name, &value, otherwise == 0 ? NULL : &found);
     if (status != ES_OK) {
         return status;
     }
@@ -165,11 +164,17 @@ static es_status read_size(const reader *r, const char *key, int32_t otherwise, 
         return ES_OK;
     }
     if (value < 1 || value > (uint32_t)most) {
-        return es_fail(ES_ERR_FORMAT, "%s: %s: expected 1 to %d, got %u", es_gguf_name(r->gguf),
-                       name, (int)most, (unsigned)value);
+        return es_fail(ES_ERR_FORMAT, "%s: %s: expected 1 to %d, got %u", es_gguf_name(gguf), name,
+                       (int)most, (unsigned)value);
     }
     *out = (int32_t)value;
     return ES_OK;
+}
+
+static es_status read_size(const reader *r, const char *key, int32_t otherwise, int32_t most,
+                           int32_t *out)
+{
+    return es_key_size(r->gguf, r->family->name, key, otherwise, most, out);
 }
 
 static es_status refuse(const reader *r, const char *key, double got, const char *expected)
@@ -483,7 +488,7 @@ void es_slot_at(const es_shape *shape, int32_t index, es_slot *out)
     out->place = found->place;
 }
 
-static es_status check_shape(const es_gguf *gguf, const es_gguf_tensor *t, const es_slot *slot)
+es_status es_slot_check(const es_gguf *gguf, const es_gguf_tensor *t, const es_slot *slot)
 {
     int64_t rows, cols;
     es_status status = matrix_size(gguf, t, &rows, &cols);
@@ -512,7 +517,7 @@ static es_status match_slots(const es_gguf *gguf, const es_shape *shape, uint8_t
             return es_fail(ES_ERR_FORMAT, "%s: tensor %s: missing, expected %d rows of %d",
                            es_gguf_name(gguf), slot.name, (int)slot.rows, (int)slot.cols);
         }
-        es_status status = check_shape(gguf, t, &slot);
+        es_status status = es_slot_check(gguf, t, &slot);
         if (status != ES_OK) {
             return status;
         }

@@ -65,6 +65,10 @@ void es_shape_clear(es_shape *shape);                      /* what a zeroed one 
 const char *es_shape_name(const es_shape *shape);          /* general.architecture */
 bool es_shape_is_windowed(const es_shape *shape, int32_t layer);
 
+/* Key "ARCH.KEY", a whole number in [1, most]; absent is `otherwise`, or an error where that is 0. */
+es_status es_key_size(const es_gguf *gguf, const char *arch, const char *key, int32_t otherwise,
+                      int32_t most, int32_t *out);
+
 /* ---- where the weights are --------------------------------------------------------------- */
 
 /* One weight of the family: its name in the file and its place in es_layer or es_top. */
@@ -79,6 +83,8 @@ typedef struct es_slot {
 int32_t es_slot_count(const es_shape *shape);
 void es_slot_at(const es_shape *shape, int32_t index, es_slot *out);
 
+/* ES_ERR_FORMAT unless the tensor has the slot's shape. */
+es_status es_slot_check(const es_gguf *gguf, const es_gguf_tensor *tensor, const es_slot *slot);
 /* ES_ERR_FORMAT unless the file has exactly these tensors, in these shapes. Types are not looked
    at. */
 es_status es_slots_check(const es_gguf *gguf, const es_shape *shape);

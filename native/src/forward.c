@@ -4,6 +4,8 @@
  *
  *     norm, q k v | attention | output + residual | norm, gate up | down + residual |
  *
+ * A draft's rows are pairs of token and feature, joined in front of the first norm.
+ *
  * A share is always whole outputs (or whole heads, or whole rows), never a part of a sum, so the
  * number of members changes nothing. Few rows are normed by every member for itself, which costs
  * less than waiting for each other.
@@ -26,6 +28,7 @@ enum {
 
 typedef struct own {        /* one member's */
     es_rows normed;         /* (OWN_ROWS, hidden) */
+    es_rows joined;         /* (OWN_ROWS, 2 * hidden) of pairs */
     float *block[N_BLOCKS]; /* (block_floats) */
 } own;
 
@@ -37,6 +40,8 @@ struct es_workspace {
     es_rows normed;         /* (ES_MAX_ROWS, hidden) */
     es_rows mixed;          /* (ES_MAX_ROWS, heads * head_dim) */
     es_rows gated;          /* (ES_MAX_ROWS, ffn) */
+    es_rows joined;         /* (ES_MAX_ROWS, 2 * hidden) of pairs: embedding, feature */
+    es_rows taps;           /* (ES_MAX_ROWS, pair.taps) of pairs */
     float *cosine[2];       /* (ES_MAX_ROWS, head_dim / 2) of whole and of windowed layers */
     float *sine[2];
     own *own;               /* (threads) */
@@ -92,8 +97,10 @@ static void carve_rows(carver *c, int32_t n, int32_t k, es_rows *out)
     out->isum32 = carve(c, groups, sizeof(int32_t));
 }
 
-static size_t carve_all(const es_shape *s, int32_t threads, char *memory, es_workspace *w)
+static size_t carve_all(const es_network *net, int32_t threads, char *memory, es_workspace *w)
 {
+    const es_shape *s = &net->shape;
+    bool is_pair = net->pair.taps > 0;
     carver c = {memory, 0};
     size_t rows = ES_MAX_ROWS, hidden = (size_t)s->hidden, half = (size_t)s->head_dim / 2;
     w->q_stride = (size_t)padded(s->heads * s->head_dim);
@@ -104,6 +111,8 @@ static size_t carve_all(const es_shape *s, int32_t threads, char *memory, es_wor
     carve_rows(&c, ES_MAX_ROWS, s->hidden, &w->normed);
     carve_rows(&c, ES_MAX_ROWS, s->heads * s->head_dim, &w->mixed);
     carve_rows(&c, ES_MAX_ROWS, s->ffn, &w->gated);
+    carve_rows(&c, is_pair ? ES_MAX_ROWS : 0, 2 * s->hidden, &w->joined);
+    carve_rows(&c, is_pair ? ES_MAX_ROWS : 0, net->pair.taps, &w->taps);
     for (int32_t i = 0; i < 2; i++) {
         w->cosine[i] = carve(&c, rows * half, sizeof(float));
         w->sine[i] = carve(&c, rows * half, sizeof(float));
@@ -111,6 +120,7 @@ static size_t carve_all(const es_shape *s, int32_t threads, char *memory, es_wor
     for (int32_t m = 0; m < threads; m++) {
         own member = {0};
         carve_rows(&c, OWN_ROWS, s->hidden, &member.normed);
+        carve_rows(&c, is_pair ? OWN_ROWS : 0, 2 * s->hidden, &member.joined);
         for (int32_t i = 0; i < N_BLOCKS; i++) {
             member.block[i] = carve(&c, block_floats(s), sizeof(float));
         }
@@ -121,16 +131,10 @@ static size_t carve_all(const es_shape *s, int32_t threads, char *memory, es_wor
     return c.used + 64;
 }
 
-size_t es_workspace_bytes(const es_shape *shape, int32_t threads)
-{
-    es_workspace unused;
-    return carve_all(shape, threads, NULL, &unused) + sizeof(es_workspace);
-}
-
-es_status es_workspace_new(const es_shape *shape, int32_t threads, es_workspace **out)
+es_status es_workspace_new(const es_network *network, int32_t threads, es_workspace **out)
 {
     es_workspace *w = es_calloc(1, sizeof(*w));
-    size_t bytes = es_workspace_bytes(shape, threads);
+    size_t bytes = w == NULL ? 0 : carve_all(network, threads, NULL, w);
     void *memory = es_calloc(1, bytes);
     if (w == NULL || memory == NULL) {
         es_free(w);
@@ -138,7 +142,7 @@ es_status es_workspace_new(const es_shape *shape, int32_t threads, es_workspace 
         return es_fail(ES_ERR_MEMORY, "model: no memory for %zu bytes of work space", bytes);
     }
     w->memory = memory;
-    carve_all(shape, threads, (char *)memory + (64 - (uintptr_t)memory % 64) % 64, w);
+    carve_all(network, threads, (char *)memory + (64 - (uintptr_t)memory % 64) % 64, w);
     *out = w;
     return ES_OK;
 }
@@ -209,12 +213,13 @@ static int32_t units_before(int32_t at, int32_t each, int32_t heads)
     return at > 0 ? smaller((at + each - 1) / each, heads) : 0;
 }
 
-/* Counted in halves of a unit of q: one of K and V has twice the outputs, and both to store. */
-static head_share share_heads(const member *m)
+/* Counted in halves of a unit of q: one of K and V has twice the outputs, and both to store.
+   has_q false: K and V alone. */
+static head_share share_heads(const member *m, bool has_q)
 {
     enum { Q = 2, KV = 5 };
     int32_t unit = heads_per_unit(m->shape), begin, end;
-    int32_t n_q = (m->shape->heads + unit - 1) / unit;
+    int32_t n_q = has_q ? (m->shape->heads + unit - 1) / unit : 0;
     int32_t n_kv = (m->shape->kv_heads + unit - 1) / unit;
     share(m, Q * n_q + KV * n_kv, &begin, &end);
     return (head_share){units_before(begin, Q, n_q), units_before(end, Q, n_q),
@@ -250,7 +255,7 @@ static void fetch_gate(const member *m, const es_layer *layer)
 static void fetch_heads(const member *m, const es_layer *layer)
 {
     int32_t tiles = heads_per_unit(m->shape) * m->shape->head_dim / ES_TILE;
-    head_share part = share_heads(m);
+    head_share part = share_heads(m, true);
     if (part.q_begin < part.q_end) {
         es_fetch_tiles(&layer->q, part.q_begin * tiles,
                        smaller(part.q_end * tiles, es_tiles(layer->q.rows)));
@@ -262,10 +267,16 @@ static void fetch_heads(const member *m, const es_layer *layer)
 
 /* ---- norms ------------------------------------------------------------------------------- */
 
+/* Without a weight the row stays as it is. */
 static void norm_row(const member *m, const float *x, const float *weight, bool quantize,
                      const es_rows *out, int32_t row)
 {
-    m->k->rms_norm(x, weight, m->shape->hidden, m->shape->eps, out->x + (size_t)row * out->k);
+    float *to = out->x + (size_t)row * out->k;
+    if (weight == NULL) {
+        memcpy(to, x, (size_t)m->shape->hidden * sizeof(*to));
+    } else {
+        m->k->rms_norm(x, weight, m->shape->hidden, m->shape->eps, to);
+    }
     if (quantize) {
         m->k->quantize(out, row, 0, out->k / ES_GROUP);
     }
@@ -413,7 +424,7 @@ static void store_heads(const member *m, int32_t index, int32_t head, int32_t la
                 float *key = m->own->block[0] + at, *value = m->own->block[1] + at;
                 finish_head(m, index, row, h, layer->k_bias, layer->k_norm, true, key);
                 finish_head(m, index, row, h, layer->v_bias, NULL, false, value);
-                es_kv_store(segment->kv, m->k, index, h, r, key, value);
+                es_kv_store(segment->kv, m->k, index, h, segment->first + r, key, value);
             }
         }
     }
@@ -436,9 +447,9 @@ static void keys_and_values(const member *m, int32_t index, const es_rows *in, i
     }
 }
 
-static void project_heads(const member *m, int32_t index, const es_rows *in)
+static void project_heads(const member *m, int32_t index, const es_rows *in, bool has_q)
 {
-    head_share part = share_heads(m);
+    head_share part = share_heads(m, has_q);
     if (part.q_begin < part.q_end) {
         queries(m, index, in, part.q_begin, part.q_end);
     }
@@ -456,7 +467,7 @@ static void attend(const member *m, int32_t index, const es_segment *segment, in
     es_attention attention = {.kernels = m->k, .heads = m->shape->heads};
     int32_t dim = m->shape->head_dim;
     size_t row = (size_t)(first + row0), at = (size_t)head * dim;
-    es_kv_attend(segment->kv, &attention, index, head, n_heads, row0, n,
+    es_kv_attend(segment->kv, &attention, index, head, n_heads, segment->first + row0, n,
                  m->work->q + row * m->work->q_stride + at, m->work->q_stride,
                  out->x + row * out->k + at, (size_t)out->k,
                  segment->scratch + (size_t)m->index * segment->scratch_stride);
@@ -517,6 +528,72 @@ static void mix(const member *m, int32_t index)
 
 /* ---- the pass ---------------------------------------------------------------------------- */
 
+/* Cosines and sines of a row of the batch. */
+static void turn(const member *m, int32_t row, int64_t position)
+{
+    size_t at = (size_t)row * (size_t)(m->shape->head_dim / 2);
+    es_rope_table(&m->shape->rope, &position, 1, m->work->cosine[0] + at, m->work->sine[0] + at);
+    if (m->shape->window > 0) {
+        es_rope_table(&m->shape->local_rope, &position, 1, m->work->cosine[1] + at,
+                      m->work->sine[1] + at);
+    }
+}
+
+static void embed_token(const member *m, int32_t token, float *x)
+{
+    es_pack_row(&m->net->top.embedding, token, x);
+    if (m->shape->embedding_scale != 1.0f) {
+        m->k->scale(x, x, m->shape->embedding_scale, m->shape->hidden);
+    }
+}
+
+/* A row of the target's hidden states, as fc takes them. */
+static void take_taps(const member *m, int32_t row, const float *feature)
+{
+    const es_pair *pair = &m->net->pair;
+    const es_rows *taps = &m->work->taps;
+    float *x = taps->x + (size_t)row * taps->k;
+    int32_t part = pair->taps_norm == NULL ? 0 : taps->k / pair->n_norms;
+    memcpy(x, feature, (size_t)taps->k * sizeof(*x));
+    for (int32_t at = 0; at < taps->k && part > 0; at += part) {
+        m->k->rms_norm(x + at, pair->taps_norm + at, part, m->shape->eps, x + at);
+    }
+    if (!is_float(&pair->fc)) {
+        m->k->quantize(taps, row, 0, taps->k / ES_GROUP);
+    }
+}
+
+/* Row i of a segment, row `row` of the batch: what fc reads, and x ready for what it adds. */
+static void embed_pair(const member *m, const es_segment *segment, int32_t i, int32_t row)
+{
+    const es_pair *pair = &m->net->pair;
+    const es_rows *joined = &m->work->joined;
+    size_t hidden = (size_t)m->shape->hidden;
+    size_t width = segment->is_from_target ? (size_t)pair->taps : hidden;
+    const float *feature = segment->feature + (size_t)i * width;
+    float *x = m->work->x + (size_t)row * hidden, *both = joined->x + (size_t)row * joined->k;
+    embed_token(m, segment->token[i], both);
+    if (pair->feature_norm == NULL) {
+        memcpy(both + hidden, feature, hidden * sizeof(*both));
+        if (!is_float(&pair->fc)) {
+            m->k->quantize(joined, row, 0, joined->k / ES_GROUP);
+        }
+    } else {
+        m->k->rms_norm(both, m->net->layer[0].attn_norm, m->shape->hidden, m->shape->eps, both);
+        if (segment->is_from_target) {
+            take_taps(m, row, feature);
+        } else {
+            memcpy(x, feature, hidden * sizeof(*x));
+            return;
+        }
+    }
+    if (pair->fc_bias != NULL) {
+        memcpy(x, pair->fc_bias, hidden * sizeof(*x));
+    } else {
+        memset(x, 0, hidden * sizeof(*x));
+    }
+}
+
 static void embed(const member *m)
 {
     int32_t begin, end, row = 0;
@@ -527,23 +604,98 @@ static void embed(const member *m)
             if (row < begin || row >= end) {
                 continue;
             }
-            float *x = m->work->x + (size_t)row * m->shape->hidden;
-            es_pack_row(&m->net->top.embedding, segment->token[i], x);
-            if (m->shape->embedding_scale != 1.0f) {
-                m->k->scale(x, x, m->shape->embedding_scale, m->shape->hidden);
+            if (m->net->pair.taps > 0) {
+                embed_pair(m, segment, i, row);
+            } else {
+                embed_token(m, segment->token[i], m->work->x + (size_t)row * m->shape->hidden);
             }
-            int64_t position = segment->position + (segment->depth == NULL ? i : segment->depth[i]);
-            size_t at = (size_t)row * (size_t)(m->shape->head_dim / 2);
-            es_rope_table(&m->shape->rope, &position, 1, m->work->cosine[0] + at,
-                          m->work->sine[0] + at);
-            if (m->shape->window > 0) {
-                es_rope_table(&m->shape->local_rope, &position, 1, m->work->cosine[1] + at,
-                              m->work->sine[1] + at);
-            }
+            turn(m, row, segment->position + (segment->depth == NULL ? i : segment->depth[i]));
         }
     }
     meet(m);
 }
+
+/* ---- pairs ------------------------------------------------------------------------------- */
+
+/* fc, where this batch has something for it: all its segments are alike. */
+static void fuse(const member *m)
+{
+    const es_pair *pair = &m->net->pair;
+    if (pair->feature_norm == NULL || m->pass->batch->segment[0].is_from_target) {
+        project(m, &pair->fc, pair->feature_norm == NULL ? &m->work->joined : &m->work->taps,
+                NULL);
+        fetch_heads(m, &m->net->layer[0]);
+        meet(m);
+    }
+}
+
+/* Embedding and feature, both normed, side by side: the member's own copy, or one they made. */
+static const es_rows *join(const member *m, bool quantize)
+{
+    bool is_own = m->n <= OWN_ROWS;
+    const es_rows *from = &m->work->joined, *out = is_own ? &m->own->joined : from;
+    int32_t hidden = m->shape->hidden, begin = 0, end = m->n;
+    if (!is_own) {
+        share(m, m->n, &begin, &end);
+    }
+    for (int32_t r = begin; r < end; r++) {
+        float *both = out->x + (size_t)r * out->k;
+        if (is_own) {
+            memcpy(both, from->x + (size_t)r * out->k, (size_t)hidden * sizeof(*both));
+        }
+        m->k->rms_norm(m->work->x + (size_t)r * hidden, m->net->pair.feature_norm, hidden,
+                       m->shape->eps, both + hidden);
+        if (quantize) {
+            m->k->quantize(out, r, 0, out->k / ES_GROUP);
+        }
+    }
+    if (!is_own) {
+        meet(m);
+    }
+    return out;
+}
+
+/* What attention of layer `index` reads. */
+static const es_rows *attention_input(const member *m, int32_t index)
+{
+    const es_layer *layer = &m->net->layer[index];
+    bool quantize = !is_float(&layer->q) || !is_float(&layer->k) || !is_float(&layer->v);
+    if (m->net->pair.feature_norm != NULL) {
+        return join(m, quantize);
+    }
+    return norm(m, layer->attn_norm, quantize, NULL, m->n);
+}
+
+/* The normed feature becomes the residual, between two barriers when nobody reads x. */
+static void replace_residual(const member *m, const es_rows *joined)
+{
+    int32_t begin, end, hidden = m->shape->hidden;
+    share(m, m->n, &begin, &end);
+    for (int32_t r = begin; r < end; r++) {
+        memcpy(m->work->x + (size_t)r * hidden, joined->x + (size_t)r * joined->k + hidden,
+               (size_t)hidden * sizeof(float));
+    }
+}
+
+/* Features for the rows behind those whose logits are wanted. x stands still. */
+static void hand_on(const member *m)
+{
+    const es_batch *batch = m->pass->batch;
+    size_t hidden = (size_t)m->shape->hidden;
+    int32_t begin, end;
+    share(m, batch->n_rows, &begin, &end);
+    for (int32_t i = begin; i < end; i++) {
+        const float *x = m->work->x + (size_t)batch->rows[i] * hidden;
+        float *out = batch->handed + (size_t)i * hidden;
+        if (m->net->pair.hands_normed) {
+            m->k->rms_norm(x, m->net->top.output_norm, m->shape->hidden, m->shape->eps, out);
+        } else {
+            memcpy(out, x, hidden * sizeof(*out));
+        }
+    }
+}
+
+/* ---- taps and logits --------------------------------------------------------------------- */
 
 /* Keeps the residual stream as it enters `layer`, for the segments that tap it there; behind the
    last layer what the final norm makes of it. Rows of x stand still until the next barrier. */
@@ -616,21 +768,29 @@ static void run(void *arg, int32_t index, int32_t of)
                    .work = p->work, .own = &p->work->own[index], .n = p->n, .index = index,
                    .of = of};
     const member *m = &self;
+    bool is_pair = m->net->pair.taps > 0;
     embed(m);
+    if (is_pair) {
+        fuse(m);
+    }
     bool is_whole = p->batch->n_rows > 0 || is_tapped(p->batch, m->shape->layers);
     for (int32_t i = 0; i < m->shape->layers; i++) {
         const es_layer *layer = &m->net->layer[i];
         tap(m, i);
-        bool quantize = !is_float(&layer->q) || !is_float(&layer->k) || !is_float(&layer->v);
-        project_heads(m, i, norm(m, layer->attn_norm, quantize, NULL, m->n));
-        if (i + 1 == m->shape->layers && !is_whole) {
+        const es_rows *in = attention_input(m, i);
+        bool goes_on = i + 1 < m->shape->layers || is_whole;
+        project_heads(m, i, in, goes_on);
+        if (!goes_on) {
             break; /* nobody reads what is behind the last layer's K and V */
+        }
+        if (m->net->pair.adds_normed) {
+            replace_residual(m, in);
         }
         mix(m, i);
         project(m, &layer->o, &m->work->mixed, layer->post_attn_norm);
         fetch_gate(m, layer);
         meet(m);
-        quantize = !is_float(&layer->gate) || !is_float(&layer->up);
+        bool quantize = !is_float(&layer->gate) || !is_float(&layer->up);
         gate_and_up(m, layer, norm(m, layer->ffn_norm, quantize, NULL, m->n));
         project(m, &layer->down, &m->work->gated, layer->post_ffn_norm);
         if (i + 1 < m->shape->layers) {
@@ -644,6 +804,9 @@ static void run(void *arg, int32_t index, int32_t of)
         tap(m, m->shape->layers);
     }
     if (p->batch->n_rows > 0) {
+        if (is_pair) {
+            hand_on(m);
+        }
         head(m);
     }
     es_fp_leave(mode);

@@ -43,6 +43,11 @@ struct es_kv {
 
 /* ---- sizes ------------------------------------------------------------------------------- */
 
+static int32_t least(int64_t a, int64_t b)
+{
+    return (int32_t)(a < b ? a : b);
+}
+
 static size_t times(size_t a, size_t b)
 {
     return b != 0 && a > SIZE_MAX / b ? SIZE_MAX : a * b;
@@ -277,6 +282,38 @@ es_status es_kv_append(es_kv *kv, const int32_t *depth, const uint64_t *mask, in
     return ES_OK;
 }
 
+es_status es_kv_extend(es_kv *kv, const int32_t *parent, int32_t n)
+{
+    int32_t open = kv->n_open;
+    int32_t most = least(kv->shape.batch, ES_MAX_ROWS);
+    if (n < 1 || n > most - open) {
+        return es_fail(ES_ERR_ARGUMENT, "KV cache: expected 1..%d rows behind %d open ones, got %d",
+                       (int)most - open, (int)open, (int)n);
+    }
+    for (int32_t i = 0; i < open && kv->is_chain; i++) {
+        kv->mask[i] = UINT64_MAX >> (ES_MAX_ROWS - 1 - i); /* a chain may have come without */
+    }
+    for (int32_t i = open; i < open + n; i++) {
+        int32_t above = parent[i - open];
+        if (above < -1 || above >= i) {
+            return es_fail(ES_ERR_ARGUMENT, "KV cache: parent[%d]: expected -1..%d, got %d",
+                           (int)(i - open), (int)i - 1, (int)above);
+        }
+        kv->mask[i] = (above < 0 ? 0 : kv->mask[above]) | UINT64_C(1) << i;
+        kv->depth[i] = above < 0 ? 0 : kv->depth[above] + 1;
+    }
+    es_ring *const ring[2] = {kv->classes[FULL].ring, kv->classes[WINDOWED].ring};
+    for (int i = 0; i < 2; i++) {
+        es_status status = ring[i] != NULL ? es_ring_extend(ring[i], kv->depth + open, n) : ES_OK;
+        if (status != ES_OK) {
+            return status; /* as in es_kv_append, only the first asked can refuse */
+        }
+    }
+    kv->n_open = open + n;
+    kv->is_chain = is_chain(kv->mask, kv->n_open);
+    return ES_OK;
+}
+
 /* Memory of one KV head of one layer. */
 typedef struct head_memory {
     uint8_t *keys, *values;
@@ -380,11 +417,6 @@ es_status es_kv_truncate(es_kv *kv, int64_t length)
 }
 
 /* ---- attention --------------------------------------------------------------------------- */
-
-static int32_t least(int64_t a, int64_t b)
-{
-    return (int32_t)(a < b ? a : b);
-}
 
 /* Vectors that pass together when each has this many columns. */
 static int32_t vectors_for(int64_t columns)

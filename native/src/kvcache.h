@@ -43,6 +43,10 @@ int64_t es_kv_length(const es_kv *kv);                       /* committed positi
 /* Opens n <= batch rows behind the committed ones. depth (n) and mask (n) as in es_tree for
    n <= 64; mask NULL: a chain of any n <= batch (prefill), depth ignored. Drops rows still open. */
 es_status es_kv_append(es_kv *kv, const int32_t *depth, const uint64_t *mask, int32_t n);
+/* Opens n rows more behind the open ones, if there are any; at most ES_MAX_ROWS in all. parent (n):
+   an open row with a lower number, or -1. A row sees the committed ones, its ancestors and itself.
+   After an error the rows that were open still are. */
+es_status es_kv_extend(es_kv *kv, const int32_t *parent, int32_t n);
 /* K or V of an open row (head_dim floats), RoPE applied, for one KV head. Different (row, head)
    pairs may be stored by different threads; int8 and fp16 alike. */
 void es_kv_store(es_kv *kv, const es_kernels *kernels, int32_t layer, int32_t kv_head, int32_t row,

@@ -15,13 +15,12 @@
 #include <string.h>
 #include <sys/mman.h>
 
-#include "blocks.h"
 #include "error.h"
 #include "kernels/kernels.h"
 #include "pack.h"
 #include "packed_file.h"
 
-enum { MOST_THREADS = 1024, CHUNK_BYTES = 4 << 20, LINE = 64 };
+enum { MOST_THREADS = 1024, CHUNK_BYTES = 4 << 20 };
 static const double CHUNK_SECONDS = 0.06; /* of one es_model_load */
 
 es_status es_model_params_default(es_model_params *out)
@@ -31,50 +30,6 @@ es_status es_model_params_default(es_model_params *out)
 }
 
 /* ---- opening ----------------------------------------------------------------------------- */
-
-static const char *type_text(int32_t type, char *out, size_t size)
-{
-    const char *name = es_ggml_type_name(type);
-    if (name != NULL) {
-        return name;
-    }
-    snprintf(out, size, "type %d", (int)type);
-    return out;
-}
-
-static es_status fail_type(const es_model *m, const es_placed *p)
-{
-    char text[32];
-    return es_fail(ES_ERR_UNSUPPORTED, "%s: tensor %s at byte %llu: rows of %d values of %s cannot "
-                   "be read", es_gguf_name(m->gguf), p->slot.name,
-                   (unsigned long long)p->source->offset, (int)p->slot.cols,
-                   type_text(p->source->type, text, sizeof(text)));
-}
-
-static es_status place_matrix(const es_model *m, es_placed *p)
-{
-    es_status status = es_packed_tensor(m->gguf, p->slot.name, &p->tensor, &p->is_in_file);
-    if (status != ES_OK) {
-        return status;
-    }
-    if (!p->is_in_file) {
-        p->tensor = (es_tensor){.type = p->source->type, .rows = p->slot.rows,
-                                .cols = p->slot.cols,
-                                .tile_bytes = es_pack_tile_bytes(p->source->type, p->slot.cols)};
-    }
-    p->n_bytes = (size_t)es_tiles(p->slot.rows) * p->tensor.tile_bytes;
-    return p->n_bytes == 0 ? fail_type(m, p) : ES_OK;
-}
-
-static es_status place_vector(const es_model *m, es_placed *p)
-{
-    int32_t values, bytes;
-    if (!es_block_shape(p->source->type, &values, &bytes) || p->slot.cols % values != 0) {
-        return fail_type(m, p);
-    }
-    p->n_bytes = ((size_t)p->slot.cols * sizeof(float) + LINE - 1) / LINE * LINE;
-    return ES_OK;
-}
 
 static es_status place_weights(es_model *m)
 {
@@ -91,7 +46,7 @@ static es_status place_weights(es_model *m)
         es_slot_at(shape, i, &p->slot);
         p->source = es_gguf_find(m->gguf, p->slot.name);
         p->offset = m->page_bytes;
-        es_status status = p->slot.is_matrix ? place_matrix(m, p) : place_vector(m, p);
+        es_status status = es_placed_measure(m->gguf, p);
         if (status != ES_OK) {
             return status;
         }
@@ -115,7 +70,7 @@ static es_status open_all(es_model *m, const char *path, const es_model_params *
         (status = es_shape_read(m->gguf, &net->shape)) != ES_OK ||
         (status = es_slots_check(m->gguf, &net->shape)) != ES_OK ||
         (status = place_weights(m)) != ES_OK ||
-        (status = es_workspace_new(&net->shape, params->threads, &m->work)) != ES_OK) {
+        (status = es_workspace_new(net, params->threads, &m->work)) != ES_OK) {
         return status;
     }
     return es_pool_new(params->threads, &net->pool);
@@ -192,27 +147,6 @@ static es_status begin_loading(es_model *m)
     return status;
 }
 
-typedef struct packing {
-    const es_model *model;
-    const es_placed *placed;
-    int32_t t0, t1;
-} packing;
-
-static void pack_share(void *arg, int32_t member, int32_t n)
-{
-    const packing *job = arg;
-    const es_placed *p = job->placed;
-    int32_t begin, end;
-    es_share(job->t1 - job->t0, member, n, &begin, &end);
-    size_t tile_bytes = p->tensor.tile_bytes;
-    if (begin < end) {
-        es_pack_tiles(p->source->type, es_gguf_data(job->model->gguf, p->source),
-                      p->source->n_bytes / (size_t)p->slot.rows, p->slot.rows, p->slot.cols,
-                      job->t0 + begin, job->t0 + end,
-                      job->model->pages.data + p->offset + (size_t)(job->t0 + begin) * tile_bytes);
-    }
-}
-
 /* Packs up to CHUNK_BYTES of a matrix. */
 static void pack_chunk(es_model *m, es_placed *p)
 {
@@ -220,8 +154,7 @@ static void pack_chunk(es_model *m, es_placed *p)
     size_t step = CHUNK_BYTES / p->tensor.tile_bytes + (size_t)es_pool_size(m->network.pool);
     size_t left = (size_t)(tiles - m->next_tile);
     int32_t count = (int32_t)(step < left ? step : left);
-    packing job = {m, p, m->next_tile, m->next_tile + count};
-    es_pool_run(m->network.pool, pack_share, &job);
+    es_placed_pack(m->gguf, p, m->network.pool, m->next_tile, count, m->pages.data);
     m->next_tile += count;
     m->done += (size_t)count * p->tensor.tile_bytes;
     bool is_packed = m->next_tile == tiles;
@@ -243,8 +176,7 @@ static void load_some(es_model *m)
         return;
     }
     if (!p->slot.is_matrix) {
-        es_block_floats(p->source->type, es_gguf_data(m->gguf, p->source), (size_t)p->slot.cols,
-                        (float *)(void *)(m->pages.data + p->offset));
+        es_placed_floats(m->gguf, p, m->pages.data);
     }
     m->done += p->n_bytes;
     m->next++;
@@ -256,13 +188,8 @@ static void publish(es_model *m)
     es_top *top = &m->network.top;
     for (int32_t i = 0; i < m->n_placed; i++) {
         const es_placed *p = &m->placed[i];
-        char *base = p->slot.layer < 0 ? (char *)top : (char *)&m->network.layer[p->slot.layer];
-        if (p->slot.is_matrix) {
-            *(es_tensor *)(void *)(base + p->slot.place) = p->tensor;
-        } else {
-            *(const float **)(void *)(base + p->slot.place) =
-                (const float *)(const void *)(m->pages.data + p->offset);
-        }
+        void *owner = p->slot.layer < 0 ? (void *)top : (void *)&m->network.layer[p->slot.layer];
+        es_placed_publish(p, m->pages.data, owner);
     }
     if (m->network.shape.is_tied) {
         top->output = top->embedding;

@@ -11,16 +11,7 @@
 #include "edgespec.h"
 #include "forward.h"
 #include "gguf.h"
-
-/* A weight of the file and where it goes. */
-typedef struct es_placed {
-    es_slot slot;
-    const es_gguf_tensor *source;
-    es_tensor tensor;              /* of a matrix; data is NULL until it is packed */
-    size_t n_bytes;                /* packed */
-    size_t offset;                 /* in the model's pages; unless it is packed in the file */
-    bool is_in_file;
-} es_placed;
+#include "placed.h"
 
 struct es_model {
     es_network network;

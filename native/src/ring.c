@@ -8,6 +8,7 @@
  */
 #include "ring.h"
 
+#include <stdbool.h>
 #include <string.h>
 
 #include "alloc.h"
@@ -85,6 +86,36 @@ static es_status forgotten(const es_ring *ring, int64_t position, int64_t first)
                    (long long)ring->held);
 }
 
+/* Opens rows behind `open` others. Depths of a tree with one root, or with any number. */
+static es_status place(es_ring *ring, const int32_t *depth, int32_t open, int32_t n, bool is_tree)
+{
+    /* the last row forgets index last - room, which the lowest row must not see */
+    int64_t last = ring->length + open + n - 1;
+    int64_t lost = last - ring->room;
+    if (n > ring->n_slots - open ||
+        (lost >= ring->sinks && lost >= seen_from(ring, ring->length))) {
+        return es_fail(ES_ERR_CONTEXT, "ring: %d rows behind %lld do not fit %d slots with %d "
+                       "sinks and a window of %d", (int)n, (long long)ring->length + open,
+                       (int)ring->n_slots, (int)ring->sinks, (int)ring->window);
+    }
+    int32_t deepest = -1;
+    for (int32_t i = 0; i < open; i++) {
+        deepest = ring->depth[i] > deepest ? ring->depth[i] : deepest;
+    }
+    for (int32_t i = 0; i < n; i++) {
+        int32_t least = is_tree && open + i > 0;
+        if (depth[i] < least || depth[i] > deepest + 1) {
+            return es_fail(ES_ERR_ARGUMENT, "ring: depth[%d]: expected %d..%d, got %d", (int)i,
+                           (int)least, (int)deepest + 1, (int)depth[i]);
+        }
+        deepest = depth[i] > deepest ? depth[i] : deepest;
+    }
+    memcpy(ring->depth + open, depth, (size_t)n * sizeof *depth);
+    ring->n_open = open + n;
+    ring->held = lost + 1 > ring->held ? lost + 1 : ring->held;
+    return ES_OK;
+}
+
 es_status es_ring_append(es_ring *ring, const int32_t *depth, int32_t n, int32_t *slot)
 {
     if (ring->n_open >= 0) {
@@ -95,29 +126,16 @@ es_status es_ring_append(es_ring *ring, const int32_t *depth, int32_t n, int32_t
         return es_fail(ES_ERR_ARGUMENT, "ring: expected at least one row to append, got %d",
                        (int)n);
     }
-    /* the last row forgets index last - room, which the lowest row must not see */
-    int64_t last = ring->length + n - 1;
-    int64_t lost = last - ring->room;
-    if (n > ring->n_slots || (lost >= ring->sinks && lost >= seen_from(ring, ring->length))) {
-        return es_fail(ES_ERR_CONTEXT, "ring: %d rows behind %lld do not fit %d slots with %d "
-                       "sinks and a window of %d", (int)n, (long long)ring->length,
-                       (int)ring->n_slots, (int)ring->sinks, (int)ring->window);
-    }
-    int32_t deepest = -1;
-    for (int32_t i = 0; i < n; i++) {
-        if (depth[i] < (i > 0) || depth[i] > deepest + 1) {
-            return es_fail(ES_ERR_ARGUMENT, "ring: depth[%d]: expected %d..%d, got %d", (int)i,
-                           (int)(i > 0), (int)deepest + 1, (int)depth[i]);
-        }
-        deepest = depth[i] > deepest ? depth[i] : deepest;
-    }
-    for (int32_t i = 0; i < n; i++) {
+    es_status status = place(ring, depth, 0, n, true);
+    for (int32_t i = 0; i < n && status == ES_OK; i++) {
         slot[i] = es_ring_slot(ring, ring->length + i);
     }
-    memcpy(ring->depth, depth, (size_t)n * sizeof *depth);
-    ring->n_open = n;
-    ring->held = lost + 1 > ring->held ? lost + 1 : ring->held;
-    return ES_OK;
+    return status;
+}
+
+es_status es_ring_extend(es_ring *ring, const int32_t *depth, int32_t n)
+{
+    return place(ring, depth, ring->n_open > 0 ? ring->n_open : 0, n, false);
 }
 
 es_status es_ring_commit(es_ring *ring, const int32_t *path, int32_t n_path, int32_t *from,

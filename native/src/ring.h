@@ -8,4 +8,8 @@
    other with the index up to the last one; behind it comes the first that is no sink. */
 int32_t es_ring_slot(const es_ring *ring, int64_t index);
 
+/* Places n more rows behind those of the open append, or opens one, without a word to the caller
+   about slots. Several rows may have depth 0. */
+es_status es_ring_extend(es_ring *ring, const int32_t *depth, int32_t n);
+
 #endif
