@@ -263,12 +263,31 @@ def test_c17_nothing_after_an_eos_inside_an_accepted_draft() -> None:
     assert host.session.tokens.tolist() == [1, 2, 10, EOS]
     stats = host.session.stats()
     assert (stats.tokens, stats.accepted, stats.drafted) == (2, 2, 4)
+    assert stats.tried == stats.held == (1, 1, 0, 0, 0, 0, 0, 0)
     with pytest.raises(NativeError, match="no reply is in progress"):
         host.session.begin(DRAFT)
     # The next turn starts clean.
     host.session.append([4, 5])
     reply, finish = host.generate(2, drafter=copy_of(script, 4))
     assert (reply, finish) == ([13, 14], "length")
+
+
+def test_acceptance_is_counted_by_depth() -> None:
+    script = [1, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20]
+    host = fresh(scripted_model(script), [1])
+
+    def wrong_behind_two(sequence: list[int]) -> Tree:
+        right = [script[(len(sequence) + i) % len(script)] for i in range(2)]
+        return tree_derive(
+            [sequence[-1], 3, right[0], right[1], 3, 4], [-1, 0, 0, 2, 3, 4]
+        )
+
+    host.generate(10, drafter=wrong_behind_two)
+    stats = host.session.stats()
+    assert (stats.rounds, stats.accepted) == (3, 6)
+    # The last level of the last round does not fit the budget.
+    assert stats.tried == (3, 3, 2, 0, 0, 0, 0, 0)
+    assert stats.held == (3, 3, 0, 0, 0, 0, 0, 0)
 
 
 @pytest.mark.parametrize("max_new", [1, 2, 3, 4, 5, 6, 7])

@@ -27,6 +27,9 @@ from edgespec.errors import UsageError
 from edgespec.tree.topology import MAX_ROWS, Tree
 
 
+STATS_LEVELS = 8  # depths that statistics tell apart
+
+
 class CSessionParams(ctypes.Structure):
     """es_session_params"""
 
@@ -69,6 +72,8 @@ class CStats(ctypes.Structure):
         ("depth", c_int64),
         ("forward_seconds", c_double),
         ("draft_seconds", c_double),
+        ("tried", c_int64 * STATS_LEVELS),
+        ("held", c_int64 * STATS_LEVELS),
     ]
 
 
@@ -117,6 +122,8 @@ class NativeStats(NamedTuple):
     depth: int
     forward_seconds: float
     draft_seconds: float
+    tried: tuple[int, ...]  # by depth: rounds that came to a row with such children
+    held: tuple[int, ...]  # of these, rounds that accepted one
 
 
 class NativeSession:
@@ -282,7 +289,10 @@ class NativeSession:
         """Counts and times of the generation in progress or last finished."""
         out = CStats()
         _stats(self.open_handle, byref(out))
-        return NativeStats(*(getattr(out, name) for name, *_ in CStats._fields_))
+        values = {name: getattr(out, name) for name, *_ in CStats._fields_}
+        for name in ("tried", "held"):
+            values[name] = tuple(values[name])
+        return NativeStats(**values)
 
     def cost(self) -> NDArray[np.float64]:
         """Learned seconds of a forward over n rows (MAX_ROWS + 1,), 0 = unmeasured."""

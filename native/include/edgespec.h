@@ -268,6 +268,8 @@ ES_API es_status es_round_finish(es_session *session, const float *logits, size_
 
 ES_API es_status es_round_abandon(es_session *session);   /* drops an open round; else a no-op */
 
+#define ES_STATS_LEVELS 8
+
 typedef struct es_stats {        /* of the generation in progress or last finished */
     int64_t rounds;              /* forwards, the prefill's excluded */
     int64_t plain_rounds;        /* of these, with one row */
@@ -277,6 +279,10 @@ typedef struct es_stats {        /* of the generation in progress or last finish
     int64_t depth;               /* sum over rounds of the tree's depth */
     double forward_seconds;      /* as reported by the host */
     double draft_seconds;        /* spent in es_round_begin */
+    /* By depth, the root's children first: rounds whose accepted path came to a row with children
+       of this depth, and those in which one of them was accepted too. */
+    int64_t tried[ES_STATS_LEVELS];
+    int64_t held[ES_STATS_LEVELS];
 } es_stats;
 
 ES_API es_status es_session_stats(const es_session *session, es_stats *out);

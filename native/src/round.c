@@ -133,6 +133,16 @@ static void emit(const es_session *s, const es_verdict *verdict, es_round *out)
     }
 }
 
+static bool has_child(const es_tree *tree, int32_t row)
+{
+    for (int32_t i = row + 1; i < tree->n; i++) {
+        if (tree->parent[i] == row) {
+            return true;
+        }
+    }
+    return false;
+}
+
 static void count(es_session *s, const es_verdict *verdict, const es_round *round, double seconds)
 {
     es_stats *stats = &s->stats;
@@ -145,6 +155,10 @@ static void count(es_session *s, const es_verdict *verdict, const es_round *roun
     stats->depth += es_tree_depth(&s->tree);
     stats->forward_seconds += seconds;
     stats->draft_seconds += s->draft_seconds;
+    for (int32_t level = 0; level < round->n && level < ES_STATS_LEVELS; level++) {
+        stats->tried[level] += has_child(&s->tree, verdict->row[level]);
+        stats->held[level] += level < accepted;
+    }
 }
 
 /* The planner and the draft learn from what the target said. */
