@@ -24,11 +24,11 @@ Format, version 1. Every rule has a test that breaks it.
    temperature >= 0 and 0 < top_p <= 1.
 8. `weights` names, for each file with weights, its licence, origin and the sha256 of
    what it was made from (null where unknown).
-9. `heads` names the draft heads: `kind` is eagle3, eagle (versions 1 and 2) or medusa,
-   `files` maps gguf, onnx (the graph that drafts a tree) and onnx_step (one step of an
-   EAGLE head) to files called `draft-...`; `taps` are hidden_states indices, `n_layers`
-   being the final norm's output; `draft_vocab` counts the tokens it can draft. `trees`
-   is empty.
+9. `heads` names the drafts: `kind` is eagle3, eagle (versions 1 and 2), medusa or
+   model, a small one; `files` maps gguf, onnx (the graph that drafts a tree) and
+   onnx_step (one step of an EAGLE head) to files called `draft-...`; `taps` are
+   hidden_states indices, `n_layers` being the final norm's output; `draft_vocab` counts
+   the tokens it can draft. `trees` is empty.
 10. A file is used only after its size and sha256 were found as stated; an unchanged one
    (size, time and inode) is not read for that again on the same machine.
 
@@ -131,9 +131,9 @@ class WeightsEntry:
 
 @dataclass(frozen=True, slots=True)
 class HeadEntry:
-    """A draft head of the bundle."""
+    """A draft head, or a draft model, of the bundle."""
 
-    kind: Literal["eagle3", "eagle", "medusa"]
+    kind: Literal["eagle3", "eagle", "medusa", "model"]
     name: str
     files: Mapping[str, str]  # "gguf" | "onnx" | "onnx_step" -> file
     quant: str  # of its matrices, "" as the source has them

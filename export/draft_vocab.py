@@ -48,8 +48,14 @@ def read_counts(path: Path, vocab: int) -> NDArray[np.int64]:
     return counts
 
 
+def known_ids(head: Head) -> NDArray[np.int64]:
+    """Target ids the head drafts, ascending."""
+    return np.arange(head.draft_vocab) if head.d2t is None else head.d2t
+
+
 def choose_ids(
-    head: Head,
+    known: NDArray[np.int64],
+    vocab: int,
     count: int,
     counts: NDArray[np.integer] | None = None,
     always: Iterable[int] = (),
@@ -58,20 +64,20 @@ def choose_ids(
 
     By how often they occur, of equals the lower id first; without counts the lowest,
     as byte-pair vocabularies are roughly in that order. Ids in `always` come first.
-    Ids the head does not know are left out.
 
     Args:
-        counts: (vocab,) how often each of the target's tokens occurs.
-    Raises UsageError for more ids than the head knows.
+        known: ascending ids a draft knows; no other is chosen.
+        vocab: tokens of the target.
+        counts: (vocab,) how often each of them occurs.
+    Raises UsageError for more ids than are known.
     """
-    known = np.arange(head.draft_vocab) if head.d2t is None else head.d2t
     if not 1 <= count <= len(known):
         raise UsageError(
-            f"--draft-vocab {count}: expected 1 to {len(known)}, what the head drafts"
+            f"--draft-vocab {count}: expected 1 to {len(known)}, what it drafts"
         )
-    if counts is not None and counts.shape != (head.vocab,):
+    if counts is not None and counts.shape != (vocab,):
         raise UsageError(
-            f"--draft-vocab: {len(counts)} counts, the target has {head.vocab} tokens"
+            f"--draft-vocab: {len(counts)} counts, the target has {vocab} tokens"
         )
     weight = -known if counts is None else counts[known]
     is_first = np.isin(known, list(always))
@@ -87,8 +93,7 @@ def with_vocabulary(head: Head, ids: NDArray[np.int64], target: WeightSet) -> He
     """
     if len(ids) == head.vocab:
         return head
-    known = np.arange(head.draft_vocab) if head.d2t is None else head.d2t
-    rows = np.searchsorted(known, ids)
+    rows = np.searchsorted(known_ids(head), ids)
     tensors = dict(head.tensors)
     is_prefix = np.array_equal(ids, np.arange(len(ids)))
     for name in outputs(head):

@@ -65,8 +65,6 @@ def write(
     """
     if quant is not None and quant not in QUANTS:
         raise UsageError(f"unknown quant {quant!r}; known: {', '.join(QUANTS)}")
-    if weights.gguf_metadata is None:
-        _check(weights.config)
     kinds = {t.name: _kind(weights, t, quant) for t in weights.tensors.values()}
     metadata = _metadata(weights, quant)
     alignment = metadata.get("general.alignment", gguf.GGUF_DEFAULT_ALIGNMENT)
@@ -212,7 +210,7 @@ def _metadata(weights: WeightSet, quant: str | None) -> Metadata:
             if key not in _SPLIT_KEYS:
                 made.put(key, value, *source.types[key])
     else:
-        made = _new_metadata(weights)
+        made = new_metadata(weights)
     u32 = GGUFValueType.UINT32
     if quant is not None or source is None:
         matrix = max(t.kind for t in weights.tensors.values() if len(t.shape) > 1)
@@ -228,8 +226,13 @@ def _metadata(weights: WeightSet, quant: str | None) -> Metadata:
     return made
 
 
-def _new_metadata(weights: WeightSet) -> Metadata:
+def new_metadata(weights: WeightSet) -> Metadata:
+    """Sizes and tokenizer of weights that were no GGUF.
+
+    Raises UnsupportedError for what a GGUF cannot say.
+    """
     config, made = weights.config, Metadata()
+    _check(config)
     types = {
         bool: GGUFValueType.BOOL,
         int: GGUFValueType.UINT32,

@@ -193,20 +193,23 @@ def share_with_target(head: Head, target: WeightSet) -> Head:
     tensors = dict(head.tensors)
     embedding = target.tensors["token_embd"]
     projection = target.tensors.get("output", embedding)
-    if "token_embd" in tensors and _is_same(tensors["token_embd"], embedding):
+    if "token_embd" in tensors and is_same(tensors["token_embd"], embedding):
         del tensors["token_embd"]
     if head.d2t is not None and not head.own_output:
         tensors["output"] = replace(pick_rows(projection, head.d2t), name="output")
     elif head.d2t is None and head.hidden == head.target_hidden:
         names = outputs(head)
-        if names and all(_is_same(tensors[name], projection) for name in names):
+        if names and all(is_same(tensors[name], projection) for name in names):
             for name in names:
                 del tensors[name]
     return replace(head, tensors=tensors)
 
 
-def _is_same(ours: Tensor, theirs: Tensor) -> bool:
-    """Whether `ours` is the first rows of `theirs` but for rounding."""
+def is_same(ours: Tensor, theirs: Tensor) -> bool:
+    """Whether `ours` is the first rows of `theirs` but for rounding.
+
+    Of quantised ones, but for what quantisation loses.
+    """
     rows, width = ours.shape
     if width != theirs.shape[1] or rows > theirs.shape[0]:
         return False

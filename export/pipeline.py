@@ -40,8 +40,7 @@ from edgespec.progress import Progress, silent
 from edgespec.tokenizer import Tokenizer
 from edgespec_export import check as checks
 from edgespec_export import gguf_file, head_bundle, onnx_graph, reference, sources
-from edgespec_export.head_bundle import NO_HEADS, HeadOptions
-from edgespec_export.heads import Head
+from edgespec_export.head_bundle import NO_HEADS, Draft, HeadOptions
 from edgespec_export.quantize import QUANTS, made_from
 from edgespec_export.weights import Origin, WeightSet
 
@@ -111,6 +110,7 @@ def export(
         weights = replace(weights, origin=origin_override)
     _check_text(weights)
     drafts = head_bundle.read(heads, weights)
+    head_bundle.check_forms(drafts, wanted)
     try:
         work = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=_parent(out)))
     except OSError as error:
@@ -244,7 +244,7 @@ class _Writer:
             model.close()
         self.containers["packed"] = replace(container, bytes=path.stat().st_size)
 
-    def heads(self, heads: list[Head], quant: str | None) -> None:
+    def heads(self, heads: list[Draft], quant: str | None) -> None:
         """draft-* files."""
         self.drafts, self.draft_weights = head_bundle.write(
             heads,

@@ -64,8 +64,9 @@ def command(
         typer.Option(
             "--head",
             metavar="PATH",
-            help="A draft head for the model: Medusa, EAGLE-1/2 or EAGLE-3, as a file "
-            "or a directory (safetensors, PyTorch or GGUF). Repeatable.",
+            help="A draft for the model: a head (Medusa, EAGLE-1/2 or EAGLE-3), or a "
+            "small model with the same tokens, as a file or a directory (safetensors, "
+            "PyTorch or GGUF). Repeatable.",
         ),
     ] = None,
     head_quant: Annotated[

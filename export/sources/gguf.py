@@ -20,7 +20,7 @@ from edgespec.gguf_header import (
     open_gguf,
     shards,
 )
-from edgespec.gguf_model import read_words, text
+from edgespec.gguf_model import Words, read_words, text
 from edgespec_export import rope
 from edgespec_export.arch import (
     Architecture,
@@ -70,13 +70,18 @@ _READ = frozenset(
     ]
 )
 ROPE_FREQS = "rope_freqs.weight"
+_EMBEDDING, _OUTPUT = "token_embd.weight", "output.weight"
 _NO_WEIGHTS = ("I8", "I16", "I32", "I64", "F64")
 
 
-def read(path: Path) -> WeightSet:
+def read(path: Path, *, host: WeightSet | None = None) -> WeightSet:
     """Weights of a GGUF file; of all shards when its name ends in -0000K-of-0000N.gguf.
 
     Tensors stay on disk until asked for, q and k rows come out in half-split order.
+
+    Args:
+        host: whose embedding, projection and tokenizer a draft without them uses; it
+            comes out without these tensors.
 
     Raises FormatError (damaged, truncated, missing or extra tensors, wrong shapes) and
     UnsupportedError (architecture, RoPE scaling, tokenizer), naming file and tensor.
@@ -96,15 +101,12 @@ def read(path: Path) -> WeightSet:
     where = str(path)
     arch = by_gguf_name(metadata.get("general.architecture"), where)
     factors = _freq_factors(stored) if "llama3" in arch.gguf_ropes else None
-    config = _config(arch, metadata, stored, factors, where)
-    tensors = _tensors(arch, config, stored, where)
-    words = read_words(metadata, where)
-    n_tokens = len(metadata["tokenizer.ggml.tokens"])
-    if n_tokens > config.vocab:
-        raise FormatError(
-            f"{where}: {n_tokens} tokens, but the embedding has only {config.vocab} "
-            "rows"
-        )
+    if _EMBEDDING in stored:
+        host = None
+    sizes = None if host is None else host.config
+    config = _config(arch, metadata, stored, factors, sizes, where)
+    tensors = _tensors(arch, config, stored, host is not None, where)
+    words = host or _words(metadata, config.vocab, where)
 
     return WeightSet(
         config=config,
@@ -125,6 +127,16 @@ def read(path: Path) -> WeightSet:
         ),
         gguf_metadata=metadata,
     )
+
+
+def _words(metadata: Metadata, vocab: int, where: str) -> Words:
+    words = read_words(metadata, where)
+    n_tokens = len(metadata["tokenizer.ggml.tokens"])
+    if n_tokens > vocab:
+        raise FormatError(
+            f"{where}: {n_tokens} tokens, but the embedding has only {vocab} rows"
+        )
+    return words
 
 
 def sha256(paths: Iterable[Path]) -> str:
@@ -173,6 +185,7 @@ def _config(
     metadata: Metadata,
     stored: dict[str, tuple[GGUFFile, TensorInfo]],
     factors: NDArray[np.float32] | None,
+    host: ModelConfig | None,
     where: str,
 ) -> ModelConfig:
     prefix = arch.gguf + "."
@@ -220,15 +233,22 @@ def _config(
                 f"{where}: {prefix}{key} {metadata[prefix + key]!r:.40} is not "
                 "supported"
             )
-    if "token_embd.weight" not in stored:
+    if host is None and _EMBEDDING not in stored:
         raise FormatError(
             f"{where}: tensors do not fit the architecture; missing: token_embd"
+            + " (a draft that uses its target's: see --head)" * _is_draft(metadata)
         )
-    vocab = stored["token_embd.weight"][1].shape[0]
+    vocab = stored[_EMBEDDING][1].shape[0] if host is None else host.vocab
     if metadata.get(prefix + "vocab_size", vocab) != vocab:
+        owner = "the embedding" if host is None else "that of the target"
         raise FormatError(
-            f"{where}: {prefix}vocab_size {metadata[prefix + 'vocab_size']}, but the "
-            f"embedding has {vocab} rows"
+            f"{where}: {prefix}vocab_size {metadata[prefix + 'vocab_size']}, but "
+            f"{owner} has {vocab} rows"
+        )
+    if host is not None and hidden != host.hidden:
+        raise FormatError(
+            f"{where}: a draft of width {hidden} without an embedding, that of the "
+            f"target has width {host.hidden}"
         )
     eps = metadata.get(prefix + "attention.layer_norm_rms_epsilon")
     if not isinstance(eps, float) or not 0 < eps < 1:
@@ -253,7 +273,7 @@ def _config(
         max_position=context,
         rms_eps=eps,
         rope=turned,
-        is_tied="output.weight" not in stored,
+        is_tied=_OUTPUT not in stored if host is None else host.is_tied,
         attention_scale=gguf_attention_scale(arch, n_layers, hidden, n_heads, head_dim),
         activation=arch.activation,
         embed_scale=embed_scale(arch, hidden),
@@ -263,6 +283,10 @@ def _config(
         if arch.has_local_rope
         else None,
     )
+
+
+def _is_draft(metadata: Metadata) -> bool:
+    return any(key.startswith("edgespec.draft.") for key in metadata)
 
 
 def _windows(
@@ -294,12 +318,16 @@ def _tensors(
     arch: Architecture,
     config: ModelConfig,
     stored: dict[str, tuple[GGUFFile, TensorInfo]],
+    is_guest: bool,
     where: str,
 ) -> dict[str, Tensor]:
     expected = slots(arch, config)
     has_factors = "llama3" in arch.gguf_ropes
     found = [name for name in stored if not (has_factors and name == ROPE_FREQS)]
     by_gguf = {slot.gguf: slot for slot in expected.values()}
+    if is_guest:
+        for name in (_EMBEDDING, _OUTPUT):
+            by_gguf.pop(name, None)
     check_names(by_gguf, found, where)
     tensors = {}
     for full in found:

@@ -31,7 +31,12 @@ from edgespec_export.heads import (
 from edgespec_export.quantize import FLOATS, dequantize
 from edgespec_export.sources import heads_gguf, hf
 from edgespec_export.sources.gguf import sha256
-from edgespec_export.sources.heads_files import HeadFiles, is_gguf, read_files
+from edgespec_export.sources.heads_files import (
+    HeadFiles,
+    is_gguf,
+    read_files,
+    sole_gguf,
+)
 from edgespec_export.sources.heads_taps import target_taps
 from edgespec_export.sources.safetensors_file import StoredTensor
 from edgespec_export.weights import ModelConfig, Origin, Tensor
@@ -82,9 +87,7 @@ def read(
     another layout, missing, misshapen or surplus tensors, another target's sizes;
     UnsupportedError for settings under which it would be another head.
     """
-    if path.is_dir() and not any(path.glob("*.safetensors")):
-        ggufs = sorted(path.glob("*.gguf"))
-        path = ggufs[0] if len(ggufs) == 1 else path
+    path = sole_gguf(path)
     if is_gguf(path):
         head = heads_gguf.read(path, target, tap_convention)
     else:

@@ -40,6 +40,14 @@ def is_gguf(path: Path) -> bool:
         return file.read(4) == b"GGUF"
 
 
+def sole_gguf(path: Path) -> Path:
+    """The one GGUF of a directory without safetensors; else the path itself."""
+    if path.is_dir() and not any(path.glob("*.safetensors")):
+        ggufs = sorted(path.glob("*.gguf"))
+        return ggufs[0] if len(ggufs) == 1 else path
+    return path
+
+
 def read_files(path: Path) -> HeadFiles:
     """Tensors and configuration of a weights file, or of a directory of them.
 

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from edgespec.cache import write_whole
 from edgespec.errors import UsageError
 from edgespec.gguf_header import Metadata
-from edgespec_export import gguf_file
+from edgespec_export import draft_model, gguf_file
 from edgespec_export.train.eagle3 import Eagle3
 from edgespec_export.train.medusa import Medusa
 from edgespec_export.train.pruned import Pruned
@@ -173,7 +173,10 @@ def _medusa(
 
 
 def _pruned(head: Pruned, target: WeightSet, path: Path) -> None:
-    """A model of the target's family with fewer layers, its matrices as halves."""
+    """A model of the target's family with fewer layers, its matrices as halves.
+
+    It says which tokens it was taught, which others than ours do not mind.
+    """
     shared = ("token_embd", "output")
     tensors = {n: t for n, t in target.tensors.items() if n in shared}
     for name, value in head.trained().items():
@@ -186,6 +189,12 @@ def _pruned(head: Pruned, target: WeightSet, path: Path) -> None:
             made.put(key, item, *metadata.types[key])
         key = f"{target.config.arch}.block_count"
         made.put(key, len(head.layers), GGUFValueType.UINT32)
+        kept = ", ".join(map(str, head.layers))
+        name = f"layers {kept} of {target.name or target.origin.source}"
+        made.put("general.name", name, GGUFValueType.STRING)
+        ids = head.vocabulary.ids.numpy()
+        is_all = len(ids) == target.config.vocab
+        draft_model.put_ids(made, None if is_all else ids, target.config.vocab)
     config = replace(target.config, n_layers=len(head.layers))
     pruned = replace(target, config=config, tensors=tensors, gguf_metadata=made)
     gguf_file.write(pruned, None, path)

@@ -183,7 +183,7 @@ def test_options_that_cannot_be(
 
 def test_a_wrong_head_leaves_nothing_behind(tmp_path: Path, source: Path) -> None:
     with pytest.raises(FormatError, match="no draft head"):
-        export(source, tmp_path / "a", HeadOptions((source,)))
+        export(source, tmp_path / "a", HeadOptions((source / "model.safetensors",)))
     assert list(tmp_path.iterdir()) == []
 
 

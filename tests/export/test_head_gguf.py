@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from edgespec.errors import EdgeSpecError, FormatError, UnsupportedError, UsageError
 from edgespec.gguf_header import open_gguf
 from edgespec_export import head_forward, head_gguf, sources
-from edgespec_export.draft_vocab import choose_ids, with_vocabulary
+from edgespec_export.draft_vocab import choose_ids, known_ids, with_vocabulary
 from edgespec_export.heads import Head, share_with_target
 from edgespec_export.sources import heads as reader
 from edgespec_export.weights import WeightSet
@@ -386,7 +386,9 @@ def test_smaller_vocabularies(tmp_path: Path, target: WeightSet, name: str) -> N
     counts = np.random.default_rng(1).integers(0, 50, head.vocab)
     full = run(head, target)
     for given in (None, counts):
-        ids = choose_ids(head, 32, given, always=[int(known[-1])])
+        ids = choose_ids(
+            known_ids(head), head.vocab, 32, given, always=[int(known[-1])]
+        )
         assert int(known[-1]) in ids
         assert (np.diff(ids) > 0).all()
         small = with_vocabulary(head, ids, target)
@@ -406,23 +408,28 @@ def test_which_ids(tmp_path: Path, target: WeightSet) -> None:
     head = read(tmp_path, "medusa", target)
     counts = np.zeros(320, np.int64)
     counts[[300, 5, 17]] = [9, 8, 8]
-    assert choose_ids(head, 2, counts).tolist() == [5, 300]
-    assert choose_ids(head, 2, counts, always=[2]).tolist() == [2, 300]
-    assert choose_ids(head, 3).tolist() == [0, 1, 2]
-    whole = choose_ids(head, 320)
+    assert choose_ids(known_ids(head), head.vocab, 2, counts).tolist() == [5, 300]
+    assert choose_ids(known_ids(head), head.vocab, 2, counts, always=[2]).tolist() == [
+        2,
+        300,
+    ]
+    assert choose_ids(known_ids(head), head.vocab, 3).tolist() == [0, 1, 2]
+    whole = choose_ids(known_ids(head), head.vocab, 320)
     assert with_vocabulary(head, whole, target) is head
     with pytest.raises(UsageError, match="expected 1 to 320"):
-        choose_ids(head, 321)
+        choose_ids(known_ids(head), head.vocab, 321)
     with pytest.raises(UsageError, match="3 counts, the target has 320 tokens"):
-        choose_ids(head, 3, counts[:3])
+        choose_ids(known_ids(head), head.vocab, 3, counts[:3])
 
 
 def test_the_first_ids_cost_a_medusa_head_nothing(
     tmp_path: Path, target: WeightSet
 ) -> None:
     head = read(tmp_path, "medusa on the target's", target)
-    small = with_vocabulary(head, choose_ids(head, 100), target)
+    small = with_vocabulary(head, choose_ids(known_ids(head), head.vocab, 100), target)
     assert small.tensors.keys() == head.tensors.keys()
     assert (small.draft_vocab, small.d2t) == (100, None)
-    some = with_vocabulary(head, choose_ids(head, 2, always=[3, 9]), target)
+    some = with_vocabulary(
+        head, choose_ids(known_ids(head), head.vocab, 2, always=[3, 9]), target
+    )
     assert some.tensors["output"].shape == (2, 64)

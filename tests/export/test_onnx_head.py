@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from edgespec.errors import FormatError, UsageError
 from edgespec_export import forward, head_forward, onnx_graph, onnx_head, sources
-from edgespec_export.draft_vocab import choose_ids, with_vocabulary
+from edgespec_export.draft_vocab import choose_ids, known_ids, with_vocabulary
 from edgespec_export.heads import Head, outputs, share_with_target
 from edgespec_export.sources import heads as reader
 from edgespec_export.weights import Tensor, WeightSet
@@ -270,7 +270,9 @@ def test_medusa(
     if rows is not None:
         counts = np.random.default_rng(0).integers(0, 9, tiny.VOCAB)
         counts = None if not outputs(head) else counts
-        head = with_vocabulary(head, choose_ids(head, rows, counts), target[1])
+        head = with_vocabulary(
+            head, choose_ids(known_ids(head), tiny.VOCAB, rows, counts), target[1]
+        )
     path = target[0].with_name("medusa.onnx")
     pruned = onnx_head.prune(TREE, 3)
     onnx_head.write_medusa(head, path, tree=pruned, target=target[0], accuracy_level=0)
@@ -307,7 +309,7 @@ def test_what_the_target_has_is_not_stored_again(
     assert graph.with_name("target.onnx.data").exists()
     checkpoint = tiny.medusa(rows=None)
     head = reader.read(checkpoint.write(tmp_path / "head"), config)
-    small = with_vocabulary(head, choose_ids(head, 3000), big)
+    small = with_vocabulary(head, choose_ids(known_ids(head), head.vocab, 3000), big)
     path = tmp_path / "draft.onnx"
     onnx_head.write_medusa(small, path, tree=onnx_head.prune(TREE, 3), target=graph)
     model = onnx.load(str(path), load_external_data=False)
@@ -484,7 +486,9 @@ def test_a_host_without_edgespec_reproduces_plain_decoding(
     head = fitted(share_with_target(head, target[1]), target[1], text)
     if head.kind == "eagle3":
         counts = np.bincount(text, minlength=head.vocab)
-        head = with_vocabulary(head, choose_ids(head, 96, counts), target[1])
+        head = with_vocabulary(
+            head, choose_ids(known_ids(head), head.vocab, 96, counts), target[1]
+        )
     path = target[0].with_name("wired.onnx")
     draft = onnx_head.DEFAULT_TREE
     if head.kind == "medusa":

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from edgespec.errors import UnsupportedError, UsageError
-from edgespec_export import forward, head_forward, sources
+from edgespec_export import draft_model, forward, head_forward, sources
 from edgespec_export.sources import heads
 from edgespec_export.train import layouts, loop, objective, training
 from edgespec_export.train.eagle3 import Eagle3
@@ -417,6 +417,10 @@ def test_a_pruned_draft_is_a_model_of_its_own(
     layouts.save(model, made.weights, tmp_path, "safeailab")
     draft = sources.read(tmp_path / "draft.gguf")
     assert draft.config.n_layers == 3
+    assert draft.name is not None and draft.name.startswith("layers 0, 3, 7 of")
+    taught = draft_model.read(tmp_path, made.weights)
+    assert taught.is_sharing
+    assert taught.ids is not None and taught.ids.tolist() == some_ids().tolist()
     for name in ("token_embd", "output"):
         assert np.array_equal(
             draft.tensors[name].load_raw(), made.weights.tensors[name].load_raw()
