@@ -138,29 +138,36 @@ def _check_file(path: Path, entry: FileEntry) -> None:
     size = _regular_size(path)
     if size != entry.size:
         raise FormatError(f"{path}: size: expected {entry.size}, got {size}{ADVICE}")
+    got = digest_of(path, entry.sha256)
+    if got != entry.sha256:
+        raise FormatError(f"{path}: sha256: expected {entry.sha256}, got {got}{ADVICE}")
+
+
+def digest_of(path: Path, expected: str) -> str:
+    """A file's sha256, not computed again where it was found as expected before.
+
+    By the file's size, time and inode. What was found is remembered as an empty file
+    in the cache, where that can be written; reading gigabytes again takes longer than
+    to start them.
+    """
     status = path.stat()
-    _check_digest(path, entry.sha256, (size, status.st_mtime_ns, status.st_ino))
+    identity = (status.st_size, status.st_mtime_ns, status.st_ino)
+    return _digest_of(path, expected, identity)
 
 
 @cache
-def _check_digest(path: Path, expected: str, identity: tuple[int, int, int]) -> None:
-    """By the file's identity: an unchanged file is hashed once on this machine.
-
-    What was found is remembered as an empty file in the cache, where that can be
-    written; reading gigabytes again takes longer than to start them.
-    """
+def _digest_of(path: Path, expected: str, identity: tuple[int, int, int]) -> str:
     mark = None
     if identity[0] >= WORTH_A_MARK:
         told = f"{path.absolute()}\0{expected}\0{identity}"
         mark = home() / "checked" / hashlib.sha256(told.encode()).hexdigest()
         if mark.exists():
-            return
+            return expected
     got = sha256_of(path)
-    if got != expected:
-        raise FormatError(f"{path}: sha256: expected {expected}, got {got}{ADVICE}")
-    if mark is not None:
+    if got == expected and mark is not None:
         try:
             mark.parent.mkdir(parents=True, exist_ok=True)
             mark.touch()
         except OSError:
             pass
+    return got

@@ -4,6 +4,7 @@
     HOME/hub/ORG--REPO/       files of a hub repository, and listing.json
     HOME/bundles/NAME-KEY/    bundles made on first use
     HOME/packed/NAME-KEY...   packed copies of models that are slow to pack
+    HOME/heads/NAME--HEAD-KEY.gguf   draft heads of yours, converted for a model
     HOME/checked/KEY          marks of large files found as their manifests say
 
 HOME is $EDGESPEC_HOME, else $XDG_CACHE_HOME/edgespec, else ~/.cache/edgespec.

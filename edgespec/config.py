@@ -33,8 +33,11 @@ FALLBACK_TOP_P = 0.95
 class Speculation:
     """What drafts, how trees are shaped, how they are verified."""
 
-    draft: str = "auto"  # auto | none | ngram
-    tree: str = "auto"  # auto | chain:K | FILE (JSON)
+    # auto | none | ngram | eagle | medusa | model; of the last three also KIND:PATH, a
+    # head of yours, and KIND+ngram, together with n-grams. auto is eagle+ngram where
+    # the model has an EAGLE head and the backend runs it, else ngram.
+    draft: str = "auto"
+    tree: str = "auto"  # auto | best:N | chain:K | FILE (JSON)
     rows: int = 16  # most rows of one round, root included
     verify: str = "coupled"
     ngram_capacity: int = 1 << 16  # tokens the n-gram index remembers

@@ -16,9 +16,10 @@ from numpy.typing import NDArray
 
 from edgespec._native import DRAFT, PLAIN, PREFILL, NativeSession, Round, SampleParams
 from edgespec.config import COST_SLOPE, FALLBACK_COST_SLOPE, Speculation
-from edgespec.drafts import check_verify, native_draft
+from edgespec.drafts import check_verify, parse_draft
+from edgespec.drafts.fit import Fit
 from edgespec.errors import BackendError, ContextError, UsageError
-from edgespec.tree.shape import read_shape
+from edgespec.tree.shape import best_rows, read_shape
 from edgespec.tree.topology import MAX_ROWS, Tree
 
 if TYPE_CHECKING:
@@ -26,12 +27,13 @@ if TYPE_CHECKING:
 
     from edgespec._native import NativeStats
     from edgespec.drafts.base import Drafter
+    from edgespec.drafts.head import HeadDraft
     from edgespec.targets.base import RoundTarget, Target
 
 
 def check_speculation(speculation: Speculation) -> Tree | None:
-    """The static shape asked for, None for auto; UsageError for what cannot work."""
-    native_draft(speculation.draft)
+    """The static shape asked for, None for others; UsageError for what cannot work."""
+    parse_draft(speculation.draft)
     check_verify(speculation.verify)
     if not 1 <= speculation.rows <= MAX_ROWS:
         raise UsageError(f"rows: expected 1 to {MAX_ROWS}, got {speculation.rows}")
@@ -60,6 +62,11 @@ class Engine:
     recorded before they are committed and forgotten after they are cut.
 
     One caller at a time: `claim` raises BackendError for a second one.
+
+    Args:
+        drafter: proposes trees in place of the core's draft and of the head.
+        head: drafts in the core, beside n-grams where the speculation wants them; of
+            the target's model; closed with the engine.
     """
 
     def __init__(
@@ -70,20 +77,35 @@ class Engine:
         speculation: Speculation | None = None,
         prefill_chunk: int = 256,
         drafter: Drafter | None = None,
+        head: HeadDraft | None = None,
     ) -> None:
         speculation = speculation or Speculation()
         shape = check_speculation(speculation)
+        choice = parse_draft(speculation.draft)
+        if choice.needs_head and head is None:
+            raise UsageError(
+                f"draft: {speculation.draft} needs a head, and none is given"
+            )
+        best = best_rows(speculation.tree)
+        rows = best or speculation.rows
         if not target.capabilities.tree and (shape is None or not shape.is_chain):
-            shape = read_shape(f"chain:{max(1, speculation.rows - 1)}")
+            shape = read_shape(f"chain:{max(1, rows - 1)}")
         self.target = target
-        self.draft = native_draft(speculation.draft)
+        self.draft = choice.core
         self.drafter = drafter
+        self.head = head if choice.kinds else None
+        self._fit = None
+        if self.head is not None:
+            name, is_eagle3 = self._full_name(self.head), self.head.kind == "eagle3"
+            self._fit = Fit(name, self.head.source, has_taps=is_eagle3)
         self.is_speculating = True
         self.keeps_logits = True  # whether a step gives them; may change in between
         self.evaluated = 0  # prompt tokens forwarded by the last begin
         self.eos = tuple(eos)
-        self._tree: str | Tree = "auto" if shape is None else shape
-        self._rows = speculation.rows
+        self._tree: str | Tree = "auto" if best is None else "best"
+        if shape is not None:
+            self._tree = shape
+        self._rows = rows
         self._capacity = speculation.ngram_capacity
         self._chunk = prefill_chunk
         self._slope = COST_SLOPE.get(target.name, FALLBACK_COST_SLOPE)
@@ -100,10 +122,24 @@ class Engine:
 
     @property
     def draft_name(self) -> str:
-        """For the statistics: none | ngram | the drafter's name."""
+        """For the statistics: none | ngram | eagle3 | eagle3+ngram | a drafter's."""
         if not self.is_speculating:
             return "none"
-        return self.draft if self.drafter is None else self.drafter.name
+        if self.drafter is not None:
+            return self.drafter.name
+        return self.draft if self.head is None else self._full_name(self.head)
+
+    @property
+    def draft_memory(self) -> int:
+        """Bytes of the head: weights, keys and values, scratch."""
+        return 0 if self.head is None else self.head.memory
+
+    def misfit(self, tried: Sequence[int], held: Sequence[int]) -> str:
+        """Adds a reply's counts by depth; what to tell of a head that does not fit."""
+        if self._fit is None or not self.is_speculating:
+            return ""
+        self._fit.add(tried, held)
+        return self._fit.notice()
 
     @property
     def sequence(self) -> NDArray[np.int32]:
@@ -149,6 +185,8 @@ class Engine:
                 f"the prompt has {len(prompt)} tokens, the context "
                 f"{self.target.context}; {max_new} new tokens were asked for"
             )
+        if self.target.capabilities.rounds:
+            cast("RoundTarget", self.target).attach(self.head)
         core = self._core = self._core_for(repeatable)
         core.abandon()
         common = _common_prefix(core.tokens, prompt)
@@ -195,6 +233,8 @@ class Engine:
 
     def close(self) -> None:
         self._free_cores()
+        if self.head is not None:
+            self.head.close()
         self.target.close()
 
     def _free_cores(self) -> None:
@@ -217,9 +257,12 @@ class Engine:
             self._learning = self._new_core(is_learning=not self._is_cost_given)
         return self._learning
 
+    def _full_name(self, head: HeadDraft) -> str:
+        return head.name if self.draft == "none" else f"{head.name}+{self.draft}"
+
     def _new_core(self, *, is_learning: bool) -> NativeSession:
         cost = [0.0, *(1 + self._slope * n for n in range(MAX_ROWS))]
-        return NativeSession(
+        core = NativeSession(
             self.target.vocab,
             self.target.context,
             self.eos,
@@ -231,6 +274,9 @@ class Engine:
             cost_slope=self._slope,
             kv_block=self.target.capabilities.kv_block,
         )
+        if self.head is not None and self.drafter is None:
+            self.head.join(core)
+        return core
 
     def _shift_index(self, core: NativeSession, evicted: int) -> None:
         """Conversations share a core; the offset wraps at 2^64, so it can go back."""

@@ -99,6 +99,7 @@ class Making:
         self._on_end = [on_end] if on_end else []
         self._tally = Tally()
         self._draft = engine.draft_name
+        self._notice = ""
         self._reply: Reply | None = None
         self._prompt: Sequence[int] = request.prompt
         self._emitted: list[
@@ -132,6 +133,7 @@ class Making:
                 reason = yield from self._generate()
             finally:
                 self._settle()
+                self._notice = self._engine.misfit(self._tally.tried, self._tally.held)
                 self._reply = self._make_reply(reason)
                 for call in self._on_end:
                     call(self)
@@ -225,9 +227,12 @@ class Making:
             finish_reason=reason,
             seed=self.seed,
             stats=self._tally.stats(
-                backend=self._engine.target.name, draft=self._draft
+                backend=self._engine.target.name,
+                draft=self._draft,
+                draft_memory=self._engine.draft_memory,
             ),
             logprobs=tuple(self._transcript.logprobs),
             evaluated_tokens=self._evaluated,
             thinking=self._transcript.thinking,
+            notice=self._notice,
         )

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from edgespec import packed_copy, ram
 from edgespec.bundle import Model, resolve
 from edgespec.chat import ChatTemplate
 from edgespec.config import DEFAULT_CONTEXT, Runtime, Speculation
 from edgespec.cpu import usable_cores
+from edgespec.drafts import parse_draft
+from edgespec.drafts.available import find
 from edgespec.engine import check_speculation
 from edgespec.errors import EdgeSpecError, FormatError, UnsupportedError, UsageError
 from edgespec.manifest import TARGETS
@@ -17,6 +21,10 @@ from edgespec.session import Session
 from edgespec.targets.base import Target
 from edgespec.tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    from edgespec.drafts.head import HeadDraft
+
+HEAD_BACKENDS = ("native",)  # a head needs hidden states, embeddings, output matrix
 BACKENDS = ("auto", "native", "onnx", "llamacpp")
 KV_TYPES = ("f16", "int8")
 MOST_THREADS = 256  # thousands are minutes of starting them, and then a crash
@@ -52,9 +60,14 @@ def open_session(
     speculation: Speculation | None = None,
     progress: Progress | None = None,
 ) -> Session:
-    """A session on an opened bundle, or on a .gguf file that serves as one."""
+    """A session on an opened bundle, or on a .gguf file that serves as one.
+
+    Raises UsageError for a draft the model does not have or the backend cannot run.
+    """
     runtime = runtime or Runtime()
+    speculation = speculation or Speculation()
     manifest = bundle.manifest
+    draft = locate_draft(bundle, speculation.draft, runtime, progress)
     entry = manifest.tokenizer
     tokenizer = Tokenizer(
         bundle.tokenizer_json, entry.bos_id, entry.eos_ids, entry.add_bos
@@ -65,6 +78,7 @@ def open_session(
     target = open_target(bundle, runtime, progress)
     try:
         _check_vocabulary(bundle, tokenizer.vocab_size, target)
+        head = None if draft is None else open_draft(target, draft)
     except EdgeSpecError:
         target.close()
         raise
@@ -78,7 +92,63 @@ def open_session(
         top_p=generation.top_p if generation else None,
         speculation=speculation,
         prefill_chunk=runtime.prefill_chunk,
+        head=head,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class DraftFile:
+    """A head to be opened: its GGUF, and what the user called it by."""
+
+    path: Path
+    source: Path | None  # None: it is the model's own
+
+
+def locate_draft(
+    bundle: Model, option: str, runtime: Runtime, progress: Progress | None = None
+) -> DraftFile | None:
+    """The head that a --draft option means, converted if need be; None without one.
+
+    Raises UsageError where there is no such head or the backend cannot run one.
+    """
+    choice = parse_draft(option)
+    if not choice.kinds:
+        return None
+    backend = backend_of(bundle, runtime)
+    if backend not in HEAD_BACKENDS:
+        if choice.needs_head:
+            raise UsageError(
+                f"draft: {option} needs the native backend; {backend} gives it no "
+                "hidden states and lends it no weights; --draft ngram runs on every one"
+            )
+        return None
+    found = find(bundle, choice)
+    if found is None:
+        return None
+    if isinstance(found, Path):
+        from edgespec.drafts.conversion import as_gguf
+
+        return DraftFile(as_gguf(found, bundle, choice, progress or silent), found)
+    return DraftFile(found.path(), None)
+
+
+def open_draft(target: Target, draft: DraftFile) -> HeadDraft:
+    """Loads a head for a native target; to be closed before it.
+
+    Raises FormatError naming both sides for a head of another target.
+    """
+    from edgespec.targets.native import NativeTarget
+
+    assert isinstance(target, NativeTarget), "locate_draft finds none for others"
+    return target.open_head(draft.path, source=draft.source)
+
+
+def backend_of(bundle: Model, runtime: Runtime) -> str:
+    """The backend a runtime means for a model: native, onnx or llamacpp."""
+    if runtime.backend != "auto":
+        return runtime.backend
+    has_weights = any(TARGETS[form] in bundle for form in ("packed", "gguf"))
+    return "native" if has_weights else "onnx"
 
 
 def open_target(
@@ -91,10 +161,7 @@ def open_target(
         min(DEFAULT_CONTEXT, limit) if runtime.context is None else runtime.context
     )
     threads = usable_cores() if runtime.threads is None else runtime.threads
-    backend = runtime.backend
-    if backend == "auto":
-        has_weights = any(TARGETS[form] in bundle for form in ("packed", "gguf"))
-        backend = "native" if has_weights else "onnx"
+    backend = backend_of(bundle, runtime)
     if backend == "native":
         return _open_native(bundle, runtime, context, threads, progress or silent)
     _refuse_native_options(runtime, backend)

@@ -3,7 +3,10 @@
 A card's keys: `description`, `licence`, `origin` (the repository the weights are of),
 `file` (name, size and sha256 of the GGUF), `sources` in the order tried, each a
 `hub` repository with `revision` and `file`, or a `wheel` requirement with the `file` in
-it and the wheel's own `size` and `sha256`; `generation` (temperature, top_p); and
+it and the wheel's own `size` and `sha256`; `generation` (temperature, top_p);
+`drafts`, the draft heads that come with edgespec in the directory NAME beside the card:
+`kind` (eagle3, eagle, medusa or model), `file`, `size` and `sha256`, the best of a kind
+first; and
 `golden`, greedy replies for tests: the user's `prompt`, its `prompt_tokens` as the chat
 template renders it, the reply's first `tokens` and their `text`, from a reference in
 32-bit floats whose best logit leads by at least `smallest_gap` at every one of them.
@@ -17,12 +20,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from edgespec import hub, packed_copy
 from edgespec.cache import home, locked, sha256_of, size_of
 from edgespec.errors import EdgeSpecError, FormatError, ModelNotFoundError, UsageError
 from edgespec.fetch import Expected, FetchError, download
+from edgespec.manifest import is_plain_name
 from edgespec.progress import Progress, silent
 from edgespec.strict_json import build
 from edgespec.wheel import obtain_member
@@ -70,6 +74,21 @@ class CardGeneration:
 
 
 @dataclass(frozen=True, slots=True)
+class CardDraft:
+    """A draft head that comes with edgespec."""
+
+    kind: Literal["eagle3", "eagle", "medusa", "model"]
+    file: str
+    size: int
+    sha256: str
+
+    @property
+    def name(self) -> str:
+        """What --draft calls it."""
+        return self.file.removesuffix(".gguf")
+
+
+@dataclass(frozen=True, slots=True)
 class Golden:
     """A greedy reply that every correct backend must give."""
 
@@ -92,6 +111,7 @@ class Card:
     sources: tuple[Source, ...]
     generation: CardGeneration
     golden: tuple[Golden, ...] = ()
+    drafts: tuple[CardDraft, ...] = ()
 
     @property
     def directory(self) -> Path:
@@ -102,6 +122,10 @@ class Card:
     def path(self) -> Path:
         """Where its file is, once fetched."""
         return self.directory / self.file.name
+
+    def draft_path(self, draft: CardDraft) -> Path:
+        """Where a draft head is, in the package; not checked."""
+        return _cards_directory() / self.name / draft.file
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +159,14 @@ def read_card(path: Path) -> Card:
         if is_hub == (source.wheel is not None):
             raise FormatError(
                 f"{path}: sources[{i}]: expected either hub and revision, or wheel"
+            )
+    names = [draft.file for draft in card.drafts]
+    for i, name in enumerate(names):
+        is_plain = is_plain_name(name) and name.endswith(".gguf")
+        if not is_plain or names.index(name) != i:
+            raise FormatError(
+                f"{path}: drafts[{i}].file: expected a plain name of its own ending in "
+                f".gguf, got {name!r}"
             )
     return card
 
@@ -243,14 +275,14 @@ def bundle_stem(name: str) -> str:
 
 
 def places_of(name: str) -> list[Path]:
-    """Every directory, and every packed copy, that holds something of a model."""
+    """Every directory and file that holds something of a model."""
     if name.startswith("hf:"):
         reference = hub.parse_reference(name)
         source = reference.directory
         stem = bundle_stem(f"hf:{reference.repo}")
     else:
         source, stem = home() / "models" / name, bundle_stem(name)
-    found = [source]
+    found = [source, *sorted((home() / "heads").glob(f"{stem}--*.gguf"))]
     for pattern in (stem, f"{stem}--*"):
         found += [*bundles_of(pattern), *packed_copy.copies_of(pattern)]
     return [path for path in found if path.exists()]

@@ -24,6 +24,7 @@ from edgespec.tree.topology import Tree, chain
 
 if TYPE_CHECKING:
     from edgespec._native import NativeRound, NativeSession
+    from edgespec.drafts.head import HeadDraft
     from edgespec.targets.base import RoundTarget
 
 NO_TOKEN = -1  # where a reply has already ended
@@ -95,6 +96,9 @@ class Recorder:
 
     def last_tree(self) -> Tree:
         return cast("RoundTarget", self.target).last_tree()
+
+    def attach(self, head: HeadDraft | None) -> None:
+        cast("RoundTarget", self.target).attach(head)
 
     def truncate(self, length: int) -> None:
         self.target.truncate(length)

@@ -53,6 +53,7 @@ class Reply:
     logprobs: tuple[TokenLogprobs, ...] = ()
     evaluated_tokens: int = 0  # prompt tokens forwarded, not found in the KV cache
     thinking: str = ""  # <think> sections with their tags, not part of `text`
+    notice: str = ""  # something the user should know, told once: its draft is no good
 
 
 def top_logprobs(logits: NDArray[np.float32], token: int, count: int) -> TokenLogprobs:

@@ -6,7 +6,7 @@ import secrets
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from edgespec._native import SampleParams
 from edgespec.config import (
@@ -27,6 +27,9 @@ from edgespec.reply import Reply
 from edgespec.sliding import Sliding, Window
 from edgespec.targets.base import Target
 from edgespec.transcript import Transcript
+
+if TYPE_CHECKING:
+    from edgespec.drafts.head import HeadDraft
 
 Message = Mapping[str, Any]
 Prompt = str | Sequence[int] | Sequence[Message]
@@ -83,6 +86,7 @@ class Session:
         speculation: Speculation | None = None,
         prefill_chunk: int | None = None,
         drafter: Drafter | None = None,
+        head: HeadDraft | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.template = template
@@ -98,6 +102,7 @@ class Session:
             speculation=self.speculation,
             prefill_chunk=prefill_chunk or Runtime().prefill_chunk,
             drafter=drafter,
+            head=head,
         )
 
     def __enter__(self) -> Session:
@@ -125,7 +130,7 @@ class Session:
 
     @property
     def draft(self) -> str:
-        """none | ngram | the drafter's name."""
+        """none | ngram | eagle3 | eagle3+ngram | ..., as speculation is now."""
         return self.engine.draft_name
 
     @property

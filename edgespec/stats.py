@@ -6,7 +6,9 @@ import os
 import resource
 import sys
 from dataclasses import asdict, dataclass
+from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 from edgespec._native import NativeStats
 
@@ -16,20 +18,25 @@ class Stats:
     """Counts and times of one reply; rounds leave out the prefill and its token."""
 
     backend: str  # onnx | llamacpp | ...
-    draft: str  # none | ngram
+    draft: str  # none | ngram | eagle3 | eagle3+ngram | ...
     rounds: int  # forwards, plain ones included
     tokens_per_round: float  # tokens emitted by rounds / rounds
     drafted: int  # tree rows forwarded, roots excluded
     accepted: int  # of these, rows that became tokens
     acceptance: float  # accepted / sum of tree depths
     node_yield: float  # accepted / drafted
+    # By depth, the root's children first: rounds whose accepted path came to a row with
+    # children of this depth, and those that accepted one of them.
+    depth_tried: tuple[int, ...]
+    depth_accepted: tuple[int, ...]
+    draft_memory_mb: float  # of a draft head: weights, keys and values, scratch
     ttft_s: float  # from the call to the first token
     prefill_s: float  # forwards of the prompt
     decode_s: float  # rounds: drafting, forward, verification, text
     tokens_per_s: float  # tokens emitted by rounds / decode_s
     peak_rss_mb: float  # of the process so far
 
-    def as_dict(self) -> dict[str, str | int | float]:
+    def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
@@ -42,6 +49,8 @@ class Tally:
     drafted: int = 0
     accepted: int = 0
     depth: int = 0
+    tried: tuple[int, ...] = ()
+    held: tuple[int, ...] = ()
     ttft_s: float = 0.0
     prefill_s: float = 0.0
     decode_s: float = 0.0
@@ -52,8 +61,14 @@ class Tally:
         self.drafted += native.drafted
         self.accepted += native.accepted
         self.depth += native.depth
+        self.tried = _sum(self.tried, native.tried)
+        self.held = _sum(self.held, native.held)
 
-    def stats(self, *, backend: str, draft: str) -> Stats:
+    def stats(self, *, backend: str, draft: str, draft_memory: int) -> Stats:
+        """Args:
+        draft_memory: bytes of a draft head, 0 without one.
+        """
+        levels = sum(tried > 0 for tried in self.tried)  # none below an untried one
         return Stats(
             backend=backend,
             draft=draft,
@@ -63,6 +78,9 @@ class Tally:
             accepted=self.accepted,
             acceptance=_ratio(self.accepted, self.depth),
             node_yield=_ratio(self.accepted, self.drafted),
+            depth_tried=self.tried[:levels],
+            depth_accepted=self.held[:levels],
+            draft_memory_mb=draft_memory / 1e6,
             ttft_s=self.ttft_s,
             prefill_s=self.prefill_s,
             decode_s=self.decode_s,
@@ -84,6 +102,10 @@ def resident_mb() -> float | None:
         return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
     except (OSError, ValueError, IndexError, AttributeError):
         return None
+
+
+def _sum(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(a + b for a, b in zip_longest(left, right, fillvalue=0))
 
 
 def _ratio(part: float, whole: float) -> float:

@@ -449,7 +449,7 @@ def test_large_file_is_hashed_once_a_machine_and_again_after_a_change(
     )
 
     def open_in_a_new_process() -> None:
-        bundle_files._check_digest.cache_clear()
+        bundle_files._digest_of.cache_clear()
         open_bundle(toy).path_of("target.gguf")
 
     for _ in range(3):

@@ -26,7 +26,6 @@ from edgespec._native.trees import CTree, tree_from_c, tree_to_c
 from edgespec.errors import UsageError
 from edgespec.tree.topology import MAX_ROWS, Tree
 
-
 STATS_LEVELS = 8  # depths that statistics tell apart
 
 

@@ -84,7 +84,9 @@ def command(
     With QUESTION, prints the answer and exits; MODEL then comes first. On a terminal,
     opens a chat: /help lists its commands. From a pipe, every line is one turn.
 
-    Example: edgespec chat smollm2-135m "What is a tree?"
+    Examples: edgespec chat smollm2-135m "What is a tree?"
+
+    edgespec chat my.gguf --draft eagle:my-eagle3-head/
     """
     from edgespec.conversation import Conversation
 
@@ -207,6 +209,8 @@ class Chat:
                 f"the context of {self.conversation.session.context} tokens is full "
                 "and ended the reply; a larger --ctx lets it go on"
             )
+        if reply is not None and reply.notice:
+            note(reply.notice)
 
     def status(self) -> str:
         """The last reply in a line, empty before the first."""

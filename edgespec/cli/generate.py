@@ -98,6 +98,8 @@ def command(
             if delta.notice:
                 note(delta.notice)
         reply = generation.reply
+        if reply.notice:
+            note(reply.notice)
         is_utf8 = (sys.stdout.encoding or "utf-8").lower().replace("-", "") == "utf8"
         print(json.dumps(_as_object(reply, logprobs), ensure_ascii=not is_utf8))
         return
@@ -111,6 +113,8 @@ def command(
         generation.close()
         writer.end()
     reply = generation.reply
+    if reply.notice:
+        note(reply.notice)
     note(
         f"{status_line(reply.stats, len(reply.tokens))} · "
         f"{reply.finish_reason} · seed {reply.seed}"

@@ -175,12 +175,21 @@ _FLAGS: dict[type, tuple[Flag, ...]] = {
         ),
     ),
     Speculation: (
-        Flag("draft", "--draft", str, "Who drafts: auto, none or ngram."),
+        Flag(
+            "draft",
+            "--draft",
+            str,
+            "Who drafts: none, ngram (what was said before), eagle, medusa or model, "
+            "which are heads of the model; :PATH behind the word takes one of yours, "
+            "+ngram n-grams beside it. auto: eagle+ngram where the model has such a "
+            "head, else ngram. The text is the same with every one.",
+        ),
         Flag(
             "tree",
             "--tree",
             str,
-            "Shape of the drafts: auto, chain:K or a JSON file with parent and rank.",
+            "Shape of the drafts: auto, best:N (always the best N rows, root "
+            "included), chain:K or a JSON file with parent and rank.",
         ),
         Flag(
             "cost_slope",

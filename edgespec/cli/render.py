@@ -71,10 +71,27 @@ def stats_report(stats: Stats) -> list[str]:
         f"{stats.rounds} rounds, {stats.tokens_per_round:.2f} tokens per round",
         f"{stats.accepted} of {stats.drafted} drafted rows accepted "
         f"({stats.node_yield:.0%}), {stats.acceptance:.0%} of the depth",
+        *_depth_lines(stats),
         f"first token after {stats.ttft_s:.2f} s (prompt {stats.prefill_s:.2f} s), "
         f"then {stats.tokens_per_s:.1f} tokens/s for {stats.decode_s:.2f} s",
-        f"peak memory {stats.peak_rss_mb:.0f} MB",
+        f"peak memory {stats.peak_rss_mb:.0f} MB"
+        + (
+            f", {stats.draft_memory_mb:.1f} MB of it the draft's"
+            if stats.draft_memory_mb
+            else ""
+        ),
     ]
+
+
+def _depth_lines(stats: Stats) -> list[str]:
+    """How often a draft held, level by level."""
+    if not stats.depth_tried:
+        return []
+    shares = [
+        f"{held / tried:.0%}"
+        for tried, held in zip(stats.depth_tried, stats.depth_accepted, strict=True)
+    ]
+    return [f"accepted by depth: {', '.join(shares)}"]
 
 
 def mark_drafted(pieces: Iterable[tuple[bytes, bool]], *, colour: bool) -> str:

@@ -1,22 +1,77 @@
-"""Who drafts. The n-gram draft lives in the C core; other drafts have a module here."""
+"""Who drafts: n-grams, which live in the C core, a draft head, or both at once.
+
+`available` says which heads a model has, `conversion` makes one of any published
+layout, `head` loads it.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from edgespec.errors import UsageError
 
+NGRAM = "+ngram"
+# By --draft word: the kinds of heads it means, best first.
+KINDS = {
+    "eagle": ("eagle3", "eagle"),
+    "medusa": ("medusa",),
+    "model": ("model",),
+}
+EXPECTED = "auto, none, ngram, eagle, medusa, model or one of these with :PATH"
 
-def native_draft(option: str) -> str:
-    """The core's draft for a --draft option: "ngram" or "none"."""
-    kinds = {"auto": "ngram", "ngram": "ngram", "none": "none"}
-    if option not in kinds:
-        raise UsageError(f"draft: expected auto, ngram or none, got {option!r}")
-    return kinds[option]
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A --draft option, read.
+
+    word: auto | none | ngram | eagle | medusa | model.
+    source: of a head, its name among those the model has, or a path; None: the first.
+    with_ngrams: n-grams draft, alone or beside a head.
+    """
+
+    word: str
+    source: str | None = None
+    with_ngrams: bool = False
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Of the heads that would do; empty where none is to draft."""
+        return KINDS.get("eagle" if self.word == "auto" else self.word, ())
+
+    @property
+    def needs_head(self) -> bool:
+        """Whether it is an error when there is none: "auto" does without."""
+        return self.word in KINDS
+
+    @property
+    def core(self) -> str:
+        """The C core's own draft: "ngram" or "none"."""
+        return "ngram" if self.with_ngrams else "none"
+
+
+def parse_draft(option: str) -> Choice:
+    """Reads a --draft option.
+
+    auto is the EAGLE head, where there is one and the backend can run it, together
+    with n-grams; eagle, medusa and model are a head alone, with "+ngram" behind the
+    word together with n-grams; ":PATH" or ":NAME" says which.
+
+    Raises UsageError for anything else.
+    """
+    name, colon, source = option.partition(":")
+    word = name.removesuffix(NGRAM)
+    if word in KINDS and bool(colon) == bool(source):
+        return Choice(word, source or None, name.endswith(NGRAM))
+    if option in ("auto", "ngram", "none"):
+        return Choice(option, None, option != "none")
+    raise UsageError(f"draft: expected {EXPECTED}, got {option!r}")
 
 
 def check_verify(option: str) -> None:
-    """Raises UsageError for a verification rule that n-gram drafts cannot use."""
+    """Raises UsageError for a verification rule that our drafts cannot use."""
     if option != "coupled":
         raise UsageError(
             f"verify: {option!r} needs a draft that samples its children and knows "
-            "their probabilities; n-gram drafts are verified with coupled"
+            "their probabilities; n-grams and heads draft what is likeliest, and are "
+            "verified with coupled"
         )

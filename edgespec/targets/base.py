@@ -13,6 +13,7 @@ from edgespec.tree.topology import Tree
 
 if TYPE_CHECKING:
     from edgespec._native import NativeRound, NativeSession
+    from edgespec.drafts.head import HeadDraft
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,4 +101,11 @@ class RoundTarget(Target, Protocol):
 
     def last_tree(self) -> Tree:
         """The tree of the last `run_round`."""
+        ...
+
+    def attach(self, head: HeadDraft | None) -> None:
+        """Keeps this head in step with the committed rows from now on; None: no one.
+
+        Where another was, or none, both begin anew: no rows are committed afterwards.
+        """
         ...

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +20,9 @@ from edgespec.fitting import Need, check_fits
 from edgespec.progress import Progress, silent
 from edgespec.targets.base import Capabilities, check_tokens
 from edgespec.tree.topology import MAX_ROWS, Tree
+
+if TYPE_CHECKING:
+    from edgespec.drafts.head import HeadDraft
 
 
 class NativeTarget:
@@ -86,6 +90,7 @@ class NativeTarget:
             self._model, context=self.context, kv=kv, **shape
         )
         self._logits = np.empty((MAX_ROWS, self.vocab), dtype=np.float32)
+        self._head: HeadDraft | None = None
         self.capabilities = Capabilities(
             tree=True,
             taps=(),
@@ -130,6 +135,23 @@ class NativeTarget:
     def last_tree(self) -> Tree:
         return self._state.last_tree()
 
+    def open_head(self, path: Path, *, source: Path | None = None) -> HeadDraft:
+        """A draft head for this target; to be closed before it. See `HeadDraft`."""
+        from edgespec.drafts.head import HeadDraft
+
+        return HeadDraft(self._model, path, source=source)
+
+    def attach(self, head: HeadDraft | None) -> None:
+        if head is self._head:
+            return
+        self._state.truncate(0)
+        if head is None:
+            self._state.attach(None)
+        else:
+            head.follow(self._state)
+        self._head = head
+
     def close(self) -> None:
+        self._head = None
         self._state.close()
         self._model.close()

@@ -12,8 +12,24 @@ from edgespec.errors import FormatError, UsageError
 from edgespec.tree.topology import MAX_ROWS, Tree
 
 
+def best_rows(option: str) -> int | None:
+    """Rows of "best:N", root included; None for any other --tree option.
+
+    Raises UsageError for a number of rows that cannot be.
+    """
+    if not option.startswith("best:"):
+        return None
+    digits = option.removeprefix("best:")
+    rows = int(digits) if digits.isdecimal() else 0
+    if not 2 <= rows <= MAX_ROWS:
+        raise UsageError(
+            f"tree: best:N takes 2 to {MAX_ROWS} rows, root included, got {option!r}"
+        )
+    return rows
+
+
 def read_shape(option: str) -> Tree | None:
-    """The shape a --tree option asks for; None for "auto".
+    """The shape a --tree option asks for; None for "auto" and "best:N".
 
     "chain:K" is K drafted tokens in a row. Anything else is a JSON file: an object
     {"parent": [-1, ...], "rank": [0, ...]}, or a list of Medusa rank paths such as
@@ -21,7 +37,7 @@ def read_shape(option: str) -> Tree | None:
 
     Raises UsageError for a bad option, FormatError for a bad file.
     """
-    if option == "auto":
+    if option == "auto" or best_rows(option) is not None:
         return None
     if option.startswith("chain:"):
         return _chain(option)
@@ -30,7 +46,7 @@ def read_shape(option: str) -> Tree | None:
         data = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(
-            f"tree: expected auto, chain:K or a JSON file, got {option!r} "
+            f"tree: expected auto, best:N, chain:K or a JSON file, got {option!r} "
             f"({error.strerror or error})"
         ) from None
     except (ValueError, RecursionError) as error:

@@ -1,0 +1,129 @@
+"""The draft heads a model has: its bundle's own, and those that come with edgespec."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from edgespec import models
+from edgespec.bundle_files import Bundle, digest_of
+from edgespec.drafts import Choice
+from edgespec.errors import FormatError, UsageError
+from edgespec.gguf_model import GGUFModel
+from edgespec.manifest import TARGETS
+
+WORDS = {
+    "eagle": "an EAGLE head",
+    "medusa": "a Medusa head",
+    "model": "a small model",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Available:
+    """A head by its kind (eagle3, eagle, medusa or model) and name."""
+
+    kind: str
+    name: str
+    size: int  # bytes of its file
+    origin: str  # "bundle" | "edgespec"
+    path: Callable[[], Path]  # its GGUF file, checked
+
+
+def available(bundle: Bundle | GGUFModel) -> list[Available]:
+    """Heads for --draft, the bundle's own first.
+
+    Heads come with edgespec for known weights. They are those of every bundle made of
+    that file, and of the file itself wherever it lies.
+    """
+    found = []
+    for head in bundle.manifest.heads:
+        file = head.files.get("gguf")
+        if file is not None:
+            name = file.removeprefix("draft-").removesuffix(".gguf")
+            size = bundle.manifest.files[file].size
+            path = partial(bundle.path_of, file)
+            found.append(Available(head.kind, name, size, "bundle", path))
+    for card in models.cards().values():
+        if card.drafts and _is_made_of(bundle, card.file):
+            found += [
+                Available(
+                    draft.kind,
+                    draft.name,
+                    draft.size,
+                    "edgespec",
+                    partial(_shipped, card.draft_path(draft), draft),
+                )
+                for draft in card.drafts
+            ]
+    return found
+
+
+def find(bundle: Bundle | GGUFModel, choice: Choice) -> Available | Path | None:
+    """What a choice means for a model; a path is one the user gave.
+
+    Names come first; "./NAME" is always a path. None: "auto", and there is no head.
+
+    Raises UsageError naming what there is when there is no such head.
+    """
+    heads = available(bundle)
+    fitting = [head for head in heads if head.kind in choice.kinds]
+    fitting.sort(key=lambda head: choice.kinds.index(head.kind))
+    if choice.source is None:
+        if not fitting and choice.needs_head:
+            raise UsageError(
+                f"draft: {bundle.manifest.name} has no {choice.word} draft; "
+                f"{_list(heads)}; to use {WORDS[choice.word]} of yours: "
+                f"--draft {choice.word}:PATH"
+            )
+        return fitting[0] if fitting else None
+    for head in fitting:
+        if head.name == choice.source:
+            return head
+    path = Path(choice.source).expanduser()
+    if not path.exists():
+        raise UsageError(
+            f"draft: {choice.source!r} is neither a file or directory nor "
+            f"{WORDS[choice.word]} of {bundle.manifest.name}; {_list(heads)}"
+        )
+    return path
+
+
+def _list(heads: Sequence[Available]) -> str:
+    names = ", ".join(f"{_word(head.kind)}:{head.name}" for head in heads)
+    return f"it has {names} and ngram" if names else "it has ngram only"
+
+
+def _word(kind: str) -> str:
+    return "eagle" if kind.startswith("eagle") else kind
+
+
+def _is_made_of(bundle: Bundle | GGUFModel, file: models.CardFile) -> bool:
+    known = {
+        weights.sha256
+        for weights in bundle.manifest.weights
+        if weights.file in TARGETS.values()
+    }
+    if file.sha256 in known:
+        return True
+    if known - {None} or not isinstance(bundle, GGUFModel):
+        return False
+    is_alike = bundle.path.stat().st_size == file.size
+    return is_alike and digest_of(bundle.path, file.sha256) == file.sha256
+
+
+def _shipped(path: Path, draft: models.CardDraft) -> Path:
+    advice = "reinstall edgespec"
+    if not path.is_file():
+        raise FormatError(f"{path}: missing; {advice}")
+    size = path.stat().st_size
+    if size != draft.size:
+        raise FormatError(f"{path}: size: expected {draft.size}, got {size}; {advice}")
+    got = digest_of(path, draft.sha256)
+    if got != draft.sha256:
+        raise FormatError(
+            f"{path}: sha256: expected {draft.sha256}, got {got}; {advice}"
+        )
+    return path

@@ -1,0 +1,57 @@
+"""A draft head in the C core: its weights, and what it keeps of one conversation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from edgespec._native.head import NativeDrafter, NativeHead
+
+if TYPE_CHECKING:
+    from edgespec._native import NativeModel, NativeSession, NativeTargetState
+
+
+class HeadDraft:
+    """Drafts for one target, whose model it is opened with and outlived by.
+
+    Args:
+        path: a GGUF file.
+        source: what the user named, None for heads that come with model or edgespec.
+
+    Raises FormatError naming both sides for a head of another target.
+    """
+
+    def __init__(
+        self, model: NativeModel, path: Path, *, source: Path | None = None
+    ) -> None:
+        self._head = NativeHead(model, path)
+        try:
+            self._drafter = NativeDrafter(self._head)
+        except BaseException:
+            self._head.close()
+            raise
+        self.info = info = self._head.info
+        self.kind = info.kind  # eagle3 | eagle | medusa | model
+        self.name = info.kind
+        self.source = source
+        self.weight_bytes = info.weight_bytes
+        self.state_bytes = self._drafter.memory  # keys and values, features, scratch
+
+    @property
+    def memory(self) -> int:
+        """Bytes of weights and state."""
+        return self.weight_bytes + self.state_bytes
+
+    def follow(self, target: NativeTargetState) -> None:
+        """Is kept in step with an empty target from now on, from nothing."""
+        self._drafter.truncate(0)
+        target.attach(self._drafter)
+
+    def join(self, session: NativeSession) -> None:
+        """Drafts for a session's rounds from now on."""
+        session.attach(self._drafter)
+
+    def close(self) -> None:
+        """Frees the memory; before the target's model. Idempotent."""
+        self._drafter.close()
+        self._head.close()
