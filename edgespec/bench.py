@@ -1,6 +1,7 @@
 """All arms in one loop: same prompts, same budget, taking turns in one process.
 
-An arm is a method (plain decoding, n-gram trees, llama.cpp's own lookup) on a backend.
+An arm is a method (plain decoding, trees of n-grams or of a draft head, llama.cpp's own
+lookup) on a backend.
 Every reply starts with an empty cache, an empty index and unmeasured costs, at
 temperature 0, and ends where its model ends it.
 """
@@ -21,6 +22,7 @@ from edgespec.verification import loop_cut
 
 if TYPE_CHECKING:
     from edgespec.drafts.base import Drafter
+    from edgespec.drafts.head import HeadDraft
     from edgespec.engine import Step
     from edgespec.session import Session
 
@@ -39,6 +41,8 @@ class Mark:
     drafted: int
     accepted: int
     depth: int  # sum over the trees
+    draft_s: float = 0.0  # of the rounds, spent drafting
+    forward_s: float = 0.0  # and in the target's forwards
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,12 +96,19 @@ class Arm:
     session: Session
     speculation: Speculation = field(default_factory=Speculation)
     drafter: Drafter | None = None
+    head: HeadDraft | None = None
     clock: Clock | None = None  # seconds a foreign library itself has spent so far
     by_clock: bool = False  # this arm's speed is by that clock, not the wall's
 
     @property
     def name(self) -> str:
         return f"{self.method} {self.backend}"
+
+    @property
+    def tree(self) -> str:
+        """The --tree option; "" where there are no trees of ours."""
+        is_ours = self.method != "plain" and self.drafter is None
+        return self.speculation.tree if is_ours else ""
 
 
 @dataclass(slots=True)
@@ -142,7 +153,16 @@ class Timed(Engine):
         clock = self._clock() if self._clock else wall
         stats = self.stats
         self.marks.append(
-            Mark(wall, clock, stats.tokens, stats.drafted, stats.accepted, stats.depth)
+            Mark(
+                wall,
+                clock,
+                stats.tokens,
+                stats.drafted,
+                stats.accepted,
+                stats.depth,
+                stats.draft_seconds,
+                stats.forward_seconds,
+            )
         )
 
 
@@ -156,6 +176,7 @@ def reply(arm: Arm, prompt: Sequence[int], max_tokens: int) -> Sample:
         eos=kept.eos,
         speculation=arm.speculation,
         drafter=arm.drafter,
+        head=arm.head,
         clock=arm.clock,
     )
     engine.is_speculating = arm.method != "plain"
@@ -230,7 +251,10 @@ def run(
 def _warm_up(
     arms: Sequence[Arm], prompt: Sequence[int], max_tokens: int, progress: Progress
 ) -> list[float | None]:
-    """One short reply per arm; the memory that each added to its backend's plain."""
+    """One short reply per arm; the memory that each added to its backend's plain.
+
+    A head's weights are in memory before that.
+    """
     added: list[float | None] = []
     for index, arm in enumerate(arms):
         progress("warm up", index, len(arms))
@@ -241,6 +265,7 @@ def _warm_up(
         elif before is None or after is None:
             added.append(None)
         else:
-            added.append(max(0.0, after - before))
+            weights = 0 if arm.head is None else arm.head.weight_bytes
+            added.append(max(0.0, after - before) + weights / 1e6)
     progress("warm up", len(arms), len(arms))
     return added

@@ -9,7 +9,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -21,9 +21,17 @@ from edgespec.bench import Arm, Clock
 from edgespec.cache import sha256_of
 from edgespec.config import Runtime, Speculation
 from edgespec.cpu import usable_cores
+from edgespec.drafts import NGRAM, parse_draft
+from edgespec.drafts.available import available, find
 from edgespec.errors import BackendError, UsageError
 from edgespec.gguf_header import shards
-from edgespec.loading import BACKENDS, open_session
+from edgespec.loading import (
+    BACKENDS,
+    HEAD_BACKENDS,
+    locate_draft,
+    open_draft,
+    open_session,
+)
 from edgespec.progress import Progress, silent
 from edgespec.session import Session
 from edgespec.tree.topology import Tree, chain
@@ -31,11 +39,12 @@ from edgespec.version import __version__
 
 if TYPE_CHECKING:
     from edgespec.bundle import Model
+    from edgespec.drafts.head import HeadDraft
     from edgespec.targets.base import Target
     from edgespec.targets.llamacpp import LlamaCppTarget
     from edgespec.verification import Prompt
 
-METHODS = ("plain", "ngram", "lookup")
+METHODS = ("plain", "lookup")  # beside what --draft takes
 # What each reads, best first, and the module its installation shows by.
 READS = {
     "native": ("target.packed.gguf", "target.gguf"),
@@ -56,6 +65,7 @@ class Opened:
     session: Session
     about: str  # versions and settings, one line
     clock: Clock | None = None  # seconds inside the library's own forward so far
+    heads: dict[str, HeadDraft] = field(default_factory=dict)  # by method
 
 
 class Lookup:
@@ -129,7 +139,9 @@ def open_backends(
         for index, name in enumerate(names):
             progress("load", index, len(names))
             runtime = Runtime(backend=name, threads=threads)
-            session = open_session(bundle, runtime=runtime)
+            session = open_session(
+                bundle, runtime=runtime, speculation=Speculation(draft="none")
+            )
             opened.append(Opened(name, session, ""))
             if name == "llamacpp":
                 opened[-1:] = _llamacpp(session)
@@ -144,7 +156,35 @@ def open_backends(
 
 def close(opened: Sequence[Opened]) -> None:
     for backend in opened:
+        for head in backend.heads.values():
+            head.close()
         backend.session.close()
+
+
+def open_heads(
+    bundle: Model,
+    opened: Sequence[Opened],
+    methods: Sequence[str],
+    progress: Progress = silent,
+) -> None:
+    """Loads the draft head of every method that has one, each file once.
+
+    Raises UsageError for a method that no backend can run, or a head there is not.
+    """
+    for method in methods:
+        if method in METHODS or not parse_draft(method).kinds:
+            continue
+        for backend in opened:
+            if backend.name not in HEAD_BACKENDS:
+                continue
+            runtime = Runtime(backend=backend.name)
+            found = locate_draft(bundle, method, runtime, progress)
+            if found is None:
+                continue
+            known = {head.path: head for head in backend.heads.values()}
+            backend.heads[method] = known.get(found.path) or open_draft(
+                backend.session.target, found
+            )
 
 
 def keep_better_attention(opened: list[Opened]) -> None:
@@ -187,16 +227,41 @@ def parse_methods(text: str) -> list[str]:
     methods = list(dict.fromkeys(text.split(",")))
     for method in methods:
         if method not in METHODS:
-            raise UsageError(
-                f"--methods: expected some of {','.join(METHODS)}, got {method!r}"
-            )
+            try:
+                is_draft = parse_draft(method).word != "none"
+            except UsageError:
+                is_draft = False
+            if not is_draft:
+                raise UsageError(
+                    "--methods: expected some of plain, lookup, ngram, eagle, medusa, "
+                    f"model, auto, or as --draft has them, got {method!r}"
+                )
     return methods
 
 
-def check_methods(methods: Sequence[str], backends: Sequence[str]) -> None:
-    """Raises UsageError for a method that none of the backends has."""
+def drafts_of(bundle: Model) -> list[str]:
+    """Methods for n-grams and every head a model has, alone and together."""
+    heads = available(bundle)
+    words = [head.word for head in heads]
+    found = ["ngram"]
+    for head in heads:
+        source = f":{head.name}" if words.count(head.word) > 1 else ""
+        found += [f"{head.word}{source}", f"{head.word}{NGRAM}{source}"]
+    return found
+
+
+def check_methods(
+    bundle: Model, methods: Sequence[str], backends: Sequence[str]
+) -> None:
+    """Raises UsageError for a method that no backend, or not the model, has."""
     if "lookup" in methods and "llamacpp" not in backends:
         raise UsageError("--methods lookup: only the llamacpp backend has it")
+    for method in methods:
+        if method in METHODS or not (choice := parse_draft(method)).needs_head:
+            continue
+        if not set(HEAD_BACKENDS) & set(backends):
+            raise UsageError(f"--methods {method}: only the native backend has it")
+        find(bundle, choice)
 
 
 def encode(opened: Sequence[Opened], prompts: Sequence[Prompt]) -> list[list[int]]:
@@ -217,8 +282,12 @@ def encode(opened: Sequence[Opened], prompts: Sequence[Prompt]) -> list[list[int
     return found
 
 
-def make_arms(methods: Sequence[str], opened: Sequence[Opened]) -> list[Arm]:
+def make_arms(
+    methods: Sequence[str], opened: Sequence[Opened], trees: Sequence[str] = ("auto",)
+) -> list[Arm]:
     """Every method on every backend that has it, plain first: ratios need it.
+
+    Drafts of ours come with each of the trees.
 
     Plain llama.cpp and its own lookup are timed by llama.cpp's decode call (and the
     lookup's), free of our Python; every other arm by the whole loop.
@@ -235,16 +304,23 @@ def make_arms(methods: Sequence[str], opened: Sequence[Opened]) -> list[Arm]:
                 by_clock=clock is not None,
             )
         )
-        if "ngram" in methods:
-            arms.append(
+        for method in methods:
+            if method in METHODS:
+                continue
+            head = backend.heads.get(method)
+            if head is None and parse_draft(method).needs_head:
+                continue
+            arms += [
                 Arm(
-                    "ngram",
+                    method,
                     backend.name,
                     backend.session,
-                    speculation=Speculation(draft="ngram"),
+                    speculation=Speculation(draft=method, tree=tree),
+                    head=head,
                     clock=clock,
                 )
-            )
+                for tree in trees
+            ]
         if "lookup" in methods and backend.name == "llamacpp":
             assert clock is not None
             arms.append(_lookup_arm(backend, clock))

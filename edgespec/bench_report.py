@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from edgespec.bench import Arm, Results, Sample
+from edgespec.bench import Arm, Mark, Results, Sample
 from edgespec.intervals import Interval, median_interval
 
 Pick = Callable[[Sample], Sample]
@@ -21,6 +21,7 @@ class Row:
 
     method: str
     backend: str
+    tree: str  # as asked for, "" for methods without
     tokens_per_s: float | None  # median over replies
     ratio_vs_plain: float | None  # of the same backend: median over pairs of replies
     ratio_low: float | None
@@ -31,6 +32,10 @@ class Row:
     ttft_ms: float  # median
     itl_ms_p50: float | None  # between pieces of text
     itl_ms_p95: float | None
+    # Of a round, medians over pairs of replies: drafting in plain tokens, and its
+    # forward in plain ones. tokens_per_round / (their sum) is what could be gained.
+    draft_share: float | None
+    forward_ratio: float | None
     extra_memory_mb: float | None  # beside plain's on the same backend
     identical: bool  # every reply is plain's first one on this backend
     prompts: int
@@ -98,6 +103,7 @@ def report(results: Results, about: dict[str, Any]) -> dict[str, Any]:
             {
                 "method": arm.method,
                 "backend": arm.backend,
+                "tree": arm.tree,
                 "ratio": ratio.middle,
                 "ratio_low": ratio.low,
                 "ratio_high": ratio.high,
@@ -113,6 +119,7 @@ def report(results: Results, about: dict[str, Any]) -> dict[str, Any]:
         {
             "method": arm.method,
             "backend": arm.backend,
+            "tree": arm.tree,
             "prompt": prompt,
             "subtask": results.subtasks[prompt],
             "repeat": repeat,
@@ -155,6 +162,7 @@ def _row(results: Results, index: int, prompts: Sequence[int], pick: Pick) -> Ro
     return Row(
         method=arm.method,
         backend=arm.backend,
+        tree=arm.tree,
         tokens_per_s=_median(_rates(samples, arm)),
         ratio_vs_plain=ratio.middle,
         ratio_low=ratio.low,
@@ -167,6 +175,8 @@ def _row(results: Results, index: int, prompts: Sequence[int], pick: Pick) -> Ro
         ttft_ms=1e3 * (_median([sample.ttft_s for sample in samples]) or 0.0),
         itl_ms_p50=_percentile_ms(gaps, 50),
         itl_ms_p95=_percentile_ms(gaps, 95),
+        draft_share=_relative(plain, own, pick, lambda mark: mark.draft_s),
+        forward_ratio=_relative(plain, own, pick, lambda mark: mark.forward_s),
         extra_memory_mb=results.extra_mb[index],
         identical=all(
             sample.tokens == expected[0].tokens
@@ -176,6 +186,25 @@ def _row(results: Results, index: int, prompts: Sequence[int], pick: Pick) -> Ro
         prompts=len(prompts),
         tokens=sum(len(sample.tokens) for sample in samples),
     )
+
+
+def _relative(
+    base: Sequence[Sequence[Sample]],
+    own: Sequence[Sequence[Sample]],
+    pick: Pick,
+    part: Callable[[Mark], float],
+) -> float | None:
+    """A part of our rounds' time, in forwards of plain: median over pairs."""
+    found = []
+    for theirs, ours in zip(base, own, strict=True):
+        for left, right in zip(theirs, ours, strict=False):
+            before, after = pick(left), pick(right)
+            if before.rounds and after.rounds:
+                unit = before.marks[-1].forward_s / before.rounds
+                spent = part(after.marks[-1]) / after.rounds
+                if unit > 0:
+                    found.append(spent / unit)
+    return _median(found)
 
 
 def _rates(samples: Sequence[Sample], arm: Arm) -> list[float]:

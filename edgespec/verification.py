@@ -72,6 +72,23 @@ def loop_cut(tokens: Sequence[int], n: int = 16) -> int:
     return len(tokens)
 
 
+def rounds_before_loop(
+    tokens: Sequence[int], rounds: Sequence[tuple[int, int]]
+) -> list[tuple[int, int]]:
+    """The rounds (rows, tokens) of a reply cut at its loop.
+
+    The first token is the prefill's.
+    """
+    left = loop_cut(tokens) - 1
+    kept: list[tuple[int, int]] = []
+    for rows, emitted in rounds:
+        if left <= 0:
+            break
+        kept.append((rows, min(emitted, left)))
+        left -= emitted
+    return kept
+
+
 def seconds_per_token(reply: Reply) -> float | None:
     """Decode seconds per token of the rounds; the prefill's token is left out."""
     rate = reply.stats.tokens_per_s

@@ -8,7 +8,7 @@ from typing import Any
 
 from edgespec.intervals import median_interval
 from edgespec.reply import Reply
-from edgespec.verification import Run, loop_cut
+from edgespec.verification import Run, rounds_before_loop
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,9 @@ def summarise(runs: Sequence[Run]) -> Summary:
     """Totals, and the median speed ratio with its interval."""
     ratio = median_interval([[run.ratio] for run in runs if run.ratio is not None])
     rounds = [pair for run in runs for pair in run.rounds]
-    cut = [pair for run in runs for pair in _rounds_before_loop(run)]
+    cut = [
+        pair for run in runs for pair in rounds_before_loop(run.spec.tokens, run.rounds)
+    ]
     return Summary(
         runs=len(runs),
         tokens=sum(len(run.spec.tokens) for run in runs),
@@ -94,18 +96,6 @@ def _reply_row(reply: Reply) -> dict[str, Any]:
         "finish_reason": reply.finish_reason,
         "stats": reply.stats.as_dict(),
     }
-
-
-def _rounds_before_loop(run: Run) -> list[tuple[int, int]]:
-    """The rounds of a reply cut at its loop; the prefill emitted its first token."""
-    left = loop_cut(run.spec.tokens) - 1
-    kept: list[tuple[int, int]] = []
-    for rows, emitted in run.rounds:
-        if left <= 0:
-            break
-        kept.append((rows, min(emitted, left)))
-        left -= emitted
-    return kept
 
 
 def _drafted(rounds: Sequence[tuple[int, int]]) -> float:

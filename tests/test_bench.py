@@ -18,9 +18,9 @@ HA = "ha ha ha ha ha ha ha ha ha ha"
 ANSWERS = {"ha": HA, "hi": "hello", "lo": "la la la lo la la la lo la la la lo"}
 ALWAYS = Speculation(tree="chain:3")  # whatever the clock says of its worth
 FIELDS = """
-method backend tokens_per_s ratio_vs_plain ratio_low ratio_high tokens_per_round
-acceptance node_yield ttft_ms itl_ms_p50 itl_ms_p95 extra_memory_mb identical prompts
-tokens"""
+method backend tree tokens_per_s ratio_vs_plain ratio_low ratio_high
+tokens_per_round acceptance node_yield ttft_ms itl_ms_p50 itl_ms_p95 draft_share
+forward_ratio extra_memory_mb identical prompts tokens"""
 
 
 def make_arms(**target) -> list[Arm]:
@@ -157,6 +157,27 @@ def test_ratios_are_medians_over_pairs() -> None:
     assert [ratio.middle for ratio in nobody] == [None] * 3
     alone = bench_report.rows(results, subtask="b")
     assert (alone[1].prompts, alone[1].ratio_vs_plain) == (1, pytest.approx(3))
+
+
+def test_drafts_are_weighed_in_forwards_of_plain() -> None:
+    arms = make_arms()[:2]
+
+    def made(draft: float, forward: float) -> Sample:
+        marks = [
+            Mark(i, i, i, i, 0, i, draft_s=draft * i, forward_s=forward * i)
+            for i in range(5)
+        ]
+        return Sample((1,) * 5, 0.1, tuple(marks))
+
+    samples = [
+        [[made(0, 2e-3), made(0, 4e-3), made(0, 2e-3)]],
+        [[made(5e-4, 3e-3), made(5e-4, 3e-3), made(1e-3, 4e-3)]],
+    ]
+    plain, drafted = bench_report.rows(results_of(arms, samples))
+    assert (plain.tree, plain.draft_share, plain.forward_ratio) == ("", 0, 1)
+    assert drafted.tree == "chain:3"
+    assert drafted.draft_share == pytest.approx(0.25)  # of 0.25, 0.125 and 0.5
+    assert drafted.forward_ratio == pytest.approx(1.5)  # of 1.5, 0.75 and 2
 
 
 def test_a_library_is_timed_by_its_own_clock_where_it_decodes_plainly() -> None:

@@ -176,7 +176,20 @@ def test_interrupts_print_what_there_is(scripted, prompts, monkeypatch, capsys) 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--methods", "medusa"], "--methods: expected some of plain,ngram,lookup"),
+        (["--methods", "hydra"], "--methods: expected some of plain, lookup, ngram"),
+        (["--methods", "none"], "--methods: expected some of plain, lookup, ngram"),
+        (["--methods", "medusa"], "has no medusa draft; it has ngram only"),
+        (
+            ["--methods", "eagle", "--backend", "llamacpp"],
+            "eagle: only the native backend",
+        ),
+        (["--tree", "best:1"], "tree: best:N takes 2 to 64"),
+        (["--tree", "bush"], "tree: expected auto, best:N, chain:K"),
+        (["--cost", "--tree", "best:5"], "--tree: has no effect with --cost"),
+        (["--acceptance", "--tree", "auto"], "acceptance is that of a tree"),
+        (["--acceptance", "--cost"], "one at a time"),
+        (["--acceptance", "--backend", "native"], "--backend: has no effect"),
+        (["--acceptance", "--repeats", "5"], "--repeats: has no effect"),
         (["--methods", ""], "--methods"),
         (["--repeats", "4"], "--repeats"),
         (["-n", "1"], "-n"),

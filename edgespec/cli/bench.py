@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 MAX_TOKENS = 128
 REPEATS = 5  # the fewest that an interval is worth anything with
 METHODS = "plain,ngram"
+TREES = ("chain:3", "best:5", "best:8", "best:16", "best:26")  # of --acceptance
 INTERRUPTED = 130
 
 
@@ -44,8 +45,20 @@ def command(
         typer.Option(
             "--methods",
             metavar="M,M,...",
-            help="plain (always runs: ratios need it), ngram, and lookup, which is "
-            f"llama.cpp's own. Default: {METHODS}.",
+            help="plain (always runs: ratios need it), lookup, which is llama.cpp's "
+            "own, and what --draft of chat takes: ngram, eagle, medusa, model, auto, "
+            f"eagle:PATH, eagle+ngram, ... Default: {METHODS}; with --acceptance every "
+            "draft the model has, alone and with n-grams.",
+        ),
+    ] = None,
+    tree: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--tree",
+            metavar="TREE",
+            help="Shape of the drafts: auto (rows by cost), best:N (always the N best "
+            "rows, root included), chain:K or a JSON file. Repeatable. Default: auto; "
+            f"with --acceptance {' '.join(TREES)}.",
         ),
     ] = None,
     backend: Annotated[
@@ -97,6 +110,13 @@ def command(
         bool,
         typer.Option("--quality", help="Measure perplexity of a text, and KL."),
     ] = False,
+    is_acceptance: Annotated[
+        bool,
+        typer.Option(
+            "--acceptance",
+            help="Count what is accepted of each draft and tree, by depth and rank.",
+        ),
+    ] = False,
     text: Annotated[
         Path | None,
         typer.Option(
@@ -125,33 +145,53 @@ def command(
     With --cost, one forward over n rows instead: all logits, a branching tree, behind
     256 and 2048 cached rows. With --quality, perplexity of a text, and its KL from the
     weights in 32-bit floats (needs the export extra; else from the first backend).
+    With --acceptance, tokens per round of fixed trees at temperatures 0 and 0.8, judged
+    along the model's own replies, beside figures others published.
 
-    Example: edgespec bench smollm2-135m --methods plain,ngram,lookup -n 64
+    Examples: edgespec bench smollm2-135m --methods plain,ngram,lookup -n 64
+
+    edgespec bench smollm2-135m --methods eagle,auto --tree best:5 --tree best:8
+
+    edgespec bench smollm2-135m --acceptance --prompts FILE -n 256
     """
-    from edgespec import bench_arms, bench_plot, bench_quality
+    from edgespec import acceptance, bench_arms, bench_plot, bench_quality
     from edgespec.bundle import resolve
     from edgespec.cli import bench_tables
-    from edgespec.config import Runtime
+    from edgespec.config import Runtime, Speculation
+    from edgespec.engine import check_speculation
     from edgespec.loading import check_runtime
     from edgespec.machine import Bystanders
     from edgespec.verification import read_prompts
 
-    if is_cost and is_quality:
-        raise UsageError("--cost, --quality: one at a time")
-    mode = "--cost" if is_cost else "--quality" if is_quality else ""
+    modes = {
+        "--cost": is_cost,
+        "--quality": is_quality,
+        "--acceptance": is_acceptance,
+    }
+    if sum(modes.values()) > 1:
+        raise UsageError(f"{', '.join(modes)}: one at a time")
+    mode = next((name for name, is_on in modes.items() if is_on), "")
+    has_replies = not mode or is_acceptance
     misplaced = {
-        "--methods": mode and methods is not None,
-        "--prompts": mode and prompts is not None,
-        "--limit": mode and limit is not None,
-        "-n": mode and max_tokens is not None,
-        "--repeats": is_quality and repeats is not None,
-        "--plot": is_quality and plot is not None,
+        "--methods": not has_replies and methods is not None,
+        "--tree": not has_replies and bool(tree),
+        "--prompts": not has_replies and prompts is not None,
+        "--limit": not has_replies and limit is not None,
+        "-n": not has_replies and max_tokens is not None,
+        "--backend": is_acceptance and bool(backend),
+        "--repeats": (is_quality or is_acceptance) and repeats is not None,
+        "--plot": (is_quality or is_acceptance) and plot is not None,
         "--text": not is_quality and text is not None,
     }
     for option in (name for name, is_wrong in misplaced.items() if is_wrong):
         where = f"with {mode}" if mode else "without --quality"
         raise UsageError(f"{option}: has no effect {where}; leave it out")
-    wanted = bench_arms.parse_methods(METHODS if methods is None else methods)
+    wanted = [] if methods is None else bench_arms.parse_methods(methods)
+    trees = list(dict.fromkeys(tree or (TREES if is_acceptance else ["auto"])))
+    for shape in trees:
+        check_speculation(Speculation(tree=shape))
+        if is_acceptance:
+            acceptance.check_tree(shape)
     check_runtime(Runtime(threads=threads))
     if json_file not in (None, "-"):
         check_result("--json", Path(json_file), ", or - for stdout")
@@ -159,12 +199,16 @@ def command(
         check_result("--plot", plot)
         bench_plot.check(plot)
     content = bench_quality.read_text(text) if is_quality else ""
-    chosen = [] if mode else read_prompts(prompts)[:limit]
+    chosen = read_prompts(prompts)[:limit] if has_replies else []
 
     with progress_bar() as progress:
         bundle = resolve(model, offline=offline, progress=progress)
-        names = bench_arms.choose_backends(bundle, backend or ())
-        bench_arms.check_methods(wanted, names)
+        asked = [acceptance.BACKEND] if is_acceptance else backend or ()
+        names = bench_arms.choose_backends(bundle, asked)
+        if methods is None:
+            default = METHODS.split(",")
+            wanted = bench_arms.drafts_of(bundle) if is_acceptance else default
+        bench_arms.check_methods(bundle, wanted, names)
         opened = bench_arms.open_backends(
             bundle, names, threads=threads, progress=progress
         )
@@ -174,11 +218,17 @@ def command(
                 found = _cost(opened, repeats or REPEATS, progress)
             elif is_quality:
                 found = _quality(bundle, opened, content, progress)
+            elif is_acceptance:
+                bench_arms.open_heads(bundle, opened, wanted, progress)
+                limits = max_tokens or MAX_TOKENS
+                found = _acceptance(opened, wanted, trees, chosen, limits, progress)
             else:
+                bench_arms.open_heads(bundle, opened, wanted, progress)
                 bench_arms.keep_better_attention(opened)
                 found = _speed(
                     opened,
                     wanted,
+                    trees,
                     chosen,
                     max_tokens or MAX_TOKENS,
                     repeats or REPEATS,
@@ -209,6 +259,7 @@ def command(
 def _speed(
     opened: Sequence[Opened],
     methods: Sequence[str],
+    trees: Sequence[str],
     prompts: Sequence[Prompt],
     max_tokens: int,
     repeats: int,
@@ -218,7 +269,7 @@ def _speed(
     from edgespec.cli import bench_tables
 
     results = bench.run(
-        bench_arms.make_arms(methods, opened),
+        bench_arms.make_arms(methods, opened, trees),
         bench_arms.encode(opened, prompts),
         subtasks=[prompt.subtask for prompt in prompts],
         max_tokens=max_tokens,
@@ -234,6 +285,41 @@ def _speed(
         [budget, "", *bench_tables.speeds(results)],
         results.is_complete,
         lambda title, path: bench_plot.speeds(bench_report.rows(results), title, path),
+    )
+
+
+def _acceptance(
+    opened: Sequence[Opened],
+    methods: Sequence[str],
+    trees: Sequence[str],
+    prompts: Sequence[Prompt],
+    max_tokens: int,
+    progress: Progress,
+) -> Finding:
+    from edgespec import acceptance, acceptance_report, bench_arms
+    from edgespec.cli.acceptance_tables import acceptances
+
+    backend = opened[0]
+    drafts = [
+        acceptance.Draft(method, backend.heads.get(method))
+        for method in methods
+        if method not in bench_arms.METHODS
+    ]
+    if not drafts:
+        raise UsageError(f"--acceptance: {','.join(methods)} drafts nothing of ours")
+    found = acceptance.measure(
+        backend.session,
+        drafts,
+        bench_arms.encode(opened, prompts),
+        subtasks=[prompt.subtask for prompt in prompts],
+        trees=trees,
+        max_tokens=max_tokens,
+        progress=progress,
+    )
+    return Finding(
+        acceptance_report.report(found, {}),
+        acceptances(found),
+        found.is_complete,
     )
 
 

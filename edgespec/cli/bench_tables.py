@@ -19,7 +19,8 @@ LEGEND = """\
 tok/s is the median over replies, of decoding alone. Plain llamacpp and lookup are timed
 by llama.cpp's own decode call (and the lookup); all else by the whole loop from Python.
 Ratios are medians over pairs of replies, with 95 % intervals. accepted: of the drafted
-depth, of rows: of all drafted rows. first ms: until the first token; gap: ms between
+depth, of rows: of all drafted rows. draft: its time in a round, in forwards of plain;
+forward: the round's own. first ms: until the first token; gap: ms between
 pieces of text; MB: beside plain; identical: to plain on the same backend."""
 
 COST_LEGEND = """\
@@ -157,6 +158,8 @@ def _arm_table(
         *_speed_header("method", other),
         "accepted",
         "of rows",
+        "draft",
+        "forward",
         "first ms",
         "gap p50",
         "p95",
@@ -168,6 +171,8 @@ def _arm_table(
             *_speed_cells(row, ratio),
             f"{row.acceptance:.0%}",
             f"{row.node_yield:.0%}",
+            _number(row.draft_share, ".2f"),
+            _number(row.forward_ratio, ".2f"),
             f"{row.ttft_ms:.0f}",
             _number(row.itl_ms_p50, ".2f"),
             _number(row.itl_ms_p95, ".2f"),
@@ -199,7 +204,7 @@ def _speed_header(first: str, other: str | None) -> list[str]:
 
 def _speed_cells(row: Row, ratio: Interval | None) -> list[str]:
     return [
-        row.method,
+        row.method if row.tree in ("", "auto") else f"{row.method} {row.tree}",
         row.backend,
         _number(row.tokens_per_s, ".1f"),
         _ratio(row),

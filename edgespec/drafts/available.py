@@ -9,7 +9,7 @@ from pathlib import Path
 
 from edgespec import models
 from edgespec.bundle_files import Bundle, digest_of
-from edgespec.drafts import Choice
+from edgespec.drafts import KINDS, Choice
 from edgespec.errors import FormatError, UsageError
 from edgespec.gguf_model import GGUFModel
 from edgespec.manifest import TARGETS
@@ -30,6 +30,11 @@ class Available:
     size: int  # bytes of its file
     origin: str  # "bundle" | "edgespec"
     path: Callable[[], Path]  # its GGUF file, checked
+
+    @property
+    def word(self) -> str:
+        """What --draft calls its kind."""
+        return next(word for word, kinds in KINDS.items() if self.kind in kinds)
 
 
 def available(bundle: Bundle | GGUFModel) -> list[Available]:
@@ -92,12 +97,8 @@ def find(bundle: Bundle | GGUFModel, choice: Choice) -> Available | Path | None:
 
 
 def _list(heads: Sequence[Available]) -> str:
-    names = ", ".join(f"{_word(head.kind)}:{head.name}" for head in heads)
+    names = ", ".join(f"{head.word}:{head.name}" for head in heads)
     return f"it has {names} and ngram" if names else "it has ngram only"
-
-
-def _word(kind: str) -> str:
-    return "eagle" if kind.startswith("eagle") else kind
 
 
 def _is_made_of(bundle: Bundle | GGUFModel, file: models.CardFile) -> bool:

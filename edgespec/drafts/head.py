@@ -5,6 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+from numpy.typing import NDArray
+
 from edgespec._native.head import NativeDrafter, NativeHead
 
 if TYPE_CHECKING:
@@ -33,6 +36,7 @@ class HeadDraft:
         self.info = info = self._head.info
         self.kind = info.kind  # eagle3 | eagle | medusa | model
         self.name = info.kind
+        self.path = path
         self.source = source
         self.weight_bytes = info.weight_bytes
         self.state_bytes = self._drafter.memory  # keys and values, features, scratch
@@ -44,8 +48,21 @@ class HeadDraft:
 
     def follow(self, target: NativeTargetState) -> None:
         """Is kept in step with an empty target from now on, from nothing."""
-        self._drafter.truncate(0)
+        self.restart()
         target.attach(self._drafter)
+
+    def restart(self) -> None:
+        """Forgets what it was told of."""
+        self._drafter.truncate(0)
+
+    def append(
+        self, tokens: NDArray[np.int32], states: NDArray[np.float32] | None
+    ) -> None:
+        """Is told what a target committed that does not do so itself.
+
+        states: (n, taps, hidden) at these tokens; None for a head without taps.
+        """
+        self._drafter.append(tokens, states)
 
     def join(self, session: NativeSession) -> None:
         """Drafts for a session's rounds from now on."""

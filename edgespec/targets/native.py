@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -134,6 +135,27 @@ class NativeTarget:
 
     def last_tree(self) -> Tree:
         return self._state.last_tree()
+
+    def hidden_states(
+        self, tokens: NDArray[np.int32], taps: Sequence[int]
+    ) -> NDArray[np.float32]:
+        """(n, taps, hidden) of a sequence, numbered as transformers does.
+
+        Starts from nothing, and leaves nothing: neither rows nor a head attached.
+        """
+        check_tokens(tokens, self.vocab)
+        self.attach(None)
+        self._state.truncate(0)
+        self._state.set_taps(taps)
+        try:
+            found = []
+            for start in range(0, len(tokens), MAX_ROWS):
+                self._state.prefill(tokens[start : start + MAX_ROWS], None)
+                found.append(self._state.read_taps())
+        finally:
+            self._state.set_taps(())
+            self._state.truncate(0)
+        return np.concatenate(found)
 
     def open_head(self, path: Path, *, source: Path | None = None) -> HeadDraft:
         """A draft head for this target; to be closed before it. See `HeadDraft`."""
