@@ -189,6 +189,21 @@ static bool is_text(es_gguf_string text, const char *wanted)
     return text.n == strlen(wanted) && memcmp(text.data, wanted, text.n) == 0;
 }
 
+static const es_family *family_named(es_gguf_string name)
+{
+    for (int32_t i = 0; i < N_FAMILIES; i++) {
+        if (is_text(name, families[i].name)) {
+            return &families[i];
+        }
+    }
+    return NULL;
+}
+
+bool es_family_is_known(es_gguf_string name)
+{
+    return family_named(name) != NULL;
+}
+
 static es_status find_family(const es_gguf *gguf, const es_family **out)
 {
     es_gguf_string name;
@@ -196,12 +211,12 @@ static es_status find_family(const es_gguf *gguf, const es_family **out)
     if (status != ES_OK) {
         return status;
     }
+    *out = family_named(name);
+    if (*out != NULL) {
+        return ES_OK;
+    }
     char known[128] = "";
     for (int32_t i = 0; i < N_FAMILIES; i++) {
-        if (is_text(name, families[i].name)) {
-            *out = &families[i];
-            return ES_OK;
-        }
         size_t n = strlen(known);
         snprintf(known + n, sizeof(known) - n, "%s%s", i > 0 ? ", " : "", families[i].name);
     }
@@ -235,9 +250,7 @@ static es_status check_keys(const reader *r)
 
 /* ---- one model's sizes ------------------------------------------------------------------- */
 
-/* Rows and columns of a matrix, tiles or not. */
-static es_status matrix_size(const es_gguf *gguf, const es_gguf_tensor *t, int64_t *rows,
-                             int64_t *cols)
+es_status es_matrix_size(const es_gguf *gguf, const es_gguf_tensor *t, int64_t *rows, int64_t *cols)
 {
     es_tensor tiles;
     bool found;
@@ -249,41 +262,52 @@ static es_status matrix_size(const es_gguf *gguf, const es_gguf_tensor *t, int64
     return status;
 }
 
+/* As many tokens as the embedding has rows; a guest's file says how many its target has. */
+static es_status read_vocab(const reader *r, es_shape *s)
+{
+    es_gguf_string vocabulary;
+    int64_t rows = 0, cols = 0;
+    es_status status = es_gguf_str(r->gguf, ES_KEY_DRAFT_VOCABULARY, &vocabulary, &s->is_guest);
+    if (status != ES_OK || s->is_guest) {
+        return status != ES_OK ? status : read_size(r, "vocab_size", 0, MOST, &s->vocab);
+    }
+    const es_gguf_tensor *embedding = es_gguf_find(r->gguf, "token_embd.weight");
+    if (embedding != NULL &&
+        (status = es_matrix_size(r->gguf, embedding, &rows, &cols)) != ES_OK) {
+        return status;
+    }
+    if (rows < 1 || rows > MOST) {
+        return es_fail(ES_ERR_FORMAT, "%s: tensor token_embd.weight: expected 1 to %d rows, got "
+                       "%lld", es_gguf_name(r->gguf), MOST, (long long)rows);
+    }
+    status = read_size(r, "vocab_size", (int32_t)rows, MOST, &s->vocab);
+    if (status == ES_OK && s->vocab != rows) {
+        return es_fail(ES_ERR_FORMAT, "%s: %s.vocab_size: expected the %d rows of "
+                       "token_embd.weight, got %d", es_gguf_name(r->gguf), r->family->name,
+                       (int)rows, (int)s->vocab);
+    }
+    return status;
+}
+
 static es_status read_sizes(const reader *r, es_shape *s)
 {
     const char *path = es_gguf_name(r->gguf);
     es_status status;
-    int64_t vocab_rows = 0, cols = 0;
-    const es_gguf_tensor *embedding = es_gguf_find(r->gguf, "token_embd.weight");
-    if (embedding != NULL &&
-        (status = matrix_size(r->gguf, embedding, &vocab_rows, &cols)) != ES_OK) {
-        return status;
-    }
-    if (vocab_rows < 1 || vocab_rows > MOST) {
-        return es_fail(ES_ERR_FORMAT, "%s: tensor token_embd.weight: expected 1 to %d rows, got "
-                       "%lld", path, MOST, (long long)vocab_rows);
-    }
-    int32_t vocab = (int32_t)vocab_rows;
     size_t n_tensors = es_gguf_tensor_count(r->gguf);
     int32_t most_layers = n_tensors < MOST ? (int32_t)n_tensors : MOST;
-    if ((status = read_size(r, "block_count", 0, most_layers, &s->layers)) != ES_OK ||
+    if ((status = read_vocab(r, s)) != ES_OK ||
+        (status = read_size(r, "block_count", 0, most_layers, &s->layers)) != ES_OK ||
         (status = read_size(r, "context_length", 0, INT32_MAX / 2, &s->max_position)) != ES_OK ||
         (status = read_size(r, "embedding_length", 0, MOST, &s->hidden)) != ES_OK ||
         (status = read_size(r, "feed_forward_length", 0, MOST, &s->ffn)) != ES_OK ||
         (status = read_size(r, "attention.head_count", 0, MOST, &s->heads)) != ES_OK ||
         (status = read_size(r, "attention.head_count_kv", s->heads, s->heads, &s->kv_heads)) !=
-            ES_OK ||
-        (status = read_size(r, "vocab_size", vocab, MOST, &s->vocab)) != ES_OK) {
+            ES_OK) {
         return status;
     }
     int32_t split = s->hidden / s->heads > 0 ? s->hidden / s->heads : 1;
     if ((status = read_size(r, "attention.key_length", split, MOST, &s->head_dim)) != ES_OK) {
         return status;
-    }
-    if (s->vocab != vocab) {
-        return es_fail(ES_ERR_FORMAT, "%s: %s.vocab_size: expected the %d rows of "
-                       "token_embd.weight, got %d", path, r->family->name, (int)vocab,
-                       (int)s->vocab);
     }
     if (s->heads % s->kv_heads != 0) {
         return es_fail(ES_ERR_FORMAT, "%s: %s.attention.head_count_kv: expected a divisor of the "
@@ -349,7 +373,7 @@ static es_status read_arithmetic(const reader *r, es_shape *s)
     s->activation = family->activation;
     s->is_interleaved = family->is_interleaved;
     s->has_post_norms = (family->weights & BIT(W_POST_ATTN_NORM)) != 0;
-    s->is_tied = es_gguf_find(r->gguf, "output.weight") == NULL;
+    s->is_tied = s->is_guest || es_gguf_find(r->gguf, "output.weight") == NULL;
     s->embedding_scale = family->is_embedding_scaled ? (float)sqrt((double)s->hidden) : 1.0f;
     int32_t per_head = s->layers == family->wide_scale_layers ? s->hidden / s->heads : s->head_dim;
     s->attention_scale = (float)(1.0 / sqrt((double)per_head));
@@ -445,9 +469,15 @@ static int32_t weights_per_layer(const es_family *family)
     return n;
 }
 
+/* Of top_specs, those from is_guest on. */
+static int32_t n_top(const es_shape *shape)
+{
+    return N_TOP - shape->is_tied - shape->is_guest;
+}
+
 int32_t es_slot_count(const es_shape *shape)
 {
-    return N_TOP - shape->is_tied + shape->layers * weights_per_layer(shape->family);
+    return n_top(shape) + shape->layers * weights_per_layer(shape->family);
 }
 
 static int32_t size_of(const es_shape *shape, size_name name)
@@ -466,13 +496,12 @@ static int32_t size_of(const es_shape *shape, size_name name)
 
 void es_slot_at(const es_shape *shape, int32_t index, es_slot *out)
 {
-    int32_t n_top = N_TOP - shape->is_tied;
-    int32_t per_layer = weights_per_layer(shape->family);
-    const spec *found = &top_specs[index < n_top ? index : 0];
+    int32_t below = index - n_top(shape), per_layer = weights_per_layer(shape->family);
+    const spec *found = &top_specs[below < 0 ? index + shape->is_guest : 0];
     out->layer = -1;
-    if (index >= n_top) {
-        out->layer = (index - n_top) / per_layer;
-        int32_t left = (index - n_top) % per_layer;
+    if (below >= 0) {
+        out->layer = below / per_layer;
+        int32_t left = below % per_layer;
         int32_t w = 0;
         while ((shape->family->weights >> w & 1) == 0 || left-- > 0) {
             w++;
@@ -491,7 +520,7 @@ void es_slot_at(const es_shape *shape, int32_t index, es_slot *out)
 es_status es_slot_check(const es_gguf *gguf, const es_gguf_tensor *t, const es_slot *slot)
 {
     int64_t rows, cols;
-    es_status status = matrix_size(gguf, t, &rows, &cols);
+    es_status status = es_matrix_size(gguf, t, &rows, &cols);
     if (status == ES_OK && (t->dim[2] != 1 || t->dim[3] != 1)) {
         return es_fail(ES_ERR_FORMAT, "%s: tensor %s: expected one matrix, got %d dimensions",
                        es_gguf_name(gguf), slot->name, (int)t->n_dims);

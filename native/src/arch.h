@@ -52,16 +52,21 @@ typedef struct es_shape {
     bool is_interleaved;       /* RoPE pairs neighbours instead of halves */
     bool has_post_norms;       /* sub-layers' results are normed before they join the residual */
     bool is_tied;              /* the output matrix is the embedding */
+    bool is_guest;             /* a draft without either: both are its target's; is_tied too */
     int32_t window;            /* of windowed layers; 0: there are none */
     int32_t window_period;     /* every so many-th layer has no window */
     es_rope rope;
     es_rope local_rope;        /* of windowed layers */
 } es_shape;
 
+/* Of a draft in whose file neither embedding nor output matrix are: which vocabulary it is for. */
+#define ES_KEY_DRAFT_VOCABULARY "edgespec.draft.vocabulary"
+
 /* Sizes of the model in a GGUF file, every key checked: bounds, divisibility, and that nothing in
    it asks for arithmetic this library does not do (ES_ERR_UNSUPPORTED naming the key). */
 es_status es_shape_read(const es_gguf *gguf, es_shape *out);
 void es_shape_clear(es_shape *shape);                      /* what a zeroed one holds is a no-op */
+bool es_family_is_known(es_gguf_string name);              /* a general.architecture */
 const char *es_shape_name(const es_shape *shape);          /* general.architecture */
 bool es_shape_is_windowed(const es_shape *shape, int32_t layer);
 
@@ -83,6 +88,9 @@ typedef struct es_slot {
 int32_t es_slot_count(const es_shape *shape);
 void es_slot_at(const es_shape *shape, int32_t index, es_slot *out);
 
+/* Rows and columns of a matrix, tiles or not. */
+es_status es_matrix_size(const es_gguf *gguf, const es_gguf_tensor *tensor, int64_t *rows,
+                         int64_t *cols);
 /* ES_ERR_FORMAT unless the tensor has the slot's shape. */
 es_status es_slot_check(const es_gguf *gguf, const es_gguf_tensor *tensor, const es_slot *slot);
 /* ES_ERR_FORMAT unless the file has exactly these tensors, in these shapes. Types are not looked

@@ -60,18 +60,44 @@ static es_status place_weights(es_model *m)
     return ES_OK;
 }
 
+/* NULL, and a message, where there is no memory. */
+static es_model *new_model(bool use_mmap)
+{
+    es_model *m = es_calloc(1, sizeof(*m));
+    if (m == NULL || pthread_mutex_init(&m->lock, NULL) != 0) {
+        es_free(m);
+        es_fail(ES_ERR_MEMORY, "model: no memory");
+        return NULL;
+    }
+    m->use_mmap = use_mmap;
+    return m;
+}
+
+static es_status read_file(es_model *m, const char *path, int32_t threads)
+{
+    es_network *net = &m->network;
+    es_status status;
+    if ((status = es_gguf_open(path, m->use_mmap, &m->gguf)) != ES_OK ||
+        (status = es_packed_check(m->gguf, &m->is_packed)) != ES_OK ||
+        (status = es_shape_read(m->gguf, &net->shape)) != ES_OK ||
+        (status = es_slots_check(m->gguf, &net->shape)) != ES_OK ||
+        (status = place_weights(m)) != ES_OK) {
+        return status;
+    }
+    return es_workspace_new(net, threads, &m->work);
+}
+
 static es_status open_all(es_model *m, const char *path, const es_model_params *params)
 {
     es_network *net = &m->network;
     es_status status;
     if ((status = es_kernels_choose(params->cpu, &net->kernels)) != ES_OK ||
-        (status = es_gguf_open(path, params->use_mmap != 0, &m->gguf)) != ES_OK ||
-        (status = es_packed_check(m->gguf, &m->is_packed)) != ES_OK ||
-        (status = es_shape_read(m->gguf, &net->shape)) != ES_OK ||
-        (status = es_slots_check(m->gguf, &net->shape)) != ES_OK ||
-        (status = place_weights(m)) != ES_OK ||
-        (status = es_workspace_new(net, params->threads, &m->work)) != ES_OK) {
+        (status = read_file(m, path, params->threads)) != ES_OK) {
         return status;
+    }
+    if (net->shape.is_guest) {
+        return es_fail(ES_ERR_UNSUPPORTED, "%s: a draft that uses its target's embedding, expected "
+                       "a model of its own; it goes beside that target", es_gguf_name(m->gguf));
     }
     return es_pool_new(params->threads, &net->pool);
 }
@@ -82,14 +108,30 @@ es_status es_model_open(const char *path, const es_model_params *params, es_mode
         return es_fail(ES_ERR_ARGUMENT, "threads: expected 1 to %d, got %d", MOST_THREADS,
                        (int)params->threads);
     }
-    es_model *m = es_calloc(1, sizeof(*m));
-    if (m == NULL || pthread_mutex_init(&m->lock, NULL) != 0) {
-        es_free(m);
-        return es_fail(ES_ERR_MEMORY, "model: no memory");
+    es_model *m = new_model(params->use_mmap != 0);
+    if (m == NULL) {
+        return ES_ERR_MEMORY;
     }
-    m->use_mmap = params->use_mmap != 0;
     m->wants_lock = params->lock != 0;
     es_status status = open_all(m, path, params);
+    if (status != ES_OK) {
+        es_model_free(m);
+        return status;
+    }
+    *out = m;
+    return ES_OK;
+}
+
+es_status es_model_open_beside(const es_model *host, const char *path, es_model **out)
+{
+    es_model *m = new_model(host->use_mmap);
+    if (m == NULL) {
+        return ES_ERR_MEMORY;
+    }
+    m->is_beside = true;
+    m->network.kernels = host->network.kernels;
+    m->network.pool = host->network.pool;
+    es_status status = read_file(m, path, es_pool_size(host->network.pool));
     if (status != ES_OK) {
         es_model_free(m);
         return status;
@@ -103,7 +145,9 @@ void es_model_free(es_model *model)
     if (model == NULL) {
         return;
     }
-    es_pool_free(model->network.pool);
+    if (!model->is_beside) {
+        es_pool_free(model->network.pool);
+    }
     es_workspace_free(model->work);
     es_pages_free(&model->pages);
     es_shape_clear(&model->network.shape);

@@ -463,3 +463,45 @@ void es_pack_row(const es_tensor *tensor, int32_t row, float *out)
                      out + (size_t)g * ES_GROUP);
     }
 }
+
+/* ---- rows to other tiles ----------------------------------------------------------------- */
+
+/* Value `from` of each of `count` vectors, one per output, to value `to` of others. */
+static void move_values(const uint8_t *in, size_t count, size_t n_bytes, int32_t from, int32_t to,
+                        uint8_t *out)
+{
+    size_t stride = n_bytes * ES_TILE;
+    in += (size_t)from * n_bytes;
+    out += (size_t)to * n_bytes;
+    for (size_t i = 0; i < count; i++) {
+        memcpy(out + i * stride, in + i * stride, n_bytes);
+    }
+}
+
+static void move_row(const es_tensor *t, const uint8_t *in, int32_t from, int32_t to, uint8_t *out)
+{
+    const format *f = &formats[t->type];
+    if (is_float(f)) {
+        move_values(in, (size_t)t->cols, f->bits / 8, from, to, out);
+        return;
+    }
+    size_t groups = (size_t)t->cols / ES_GROUP, at = groups * level_bytes(f);
+    size_t units = f->is_two_level ? groups * ES_GROUP / SUPER : groups;
+    size_t halves = f->scale_bytes % (16 * ES_TILE) / HALVES; /* the rest: bytes */
+    size_t bytes = (f->scale_bytes - halves * HALVES) / ES_TILE;
+    move_values(in, groups * f->bits, 4, from, to, out);
+    for (size_t i = 0; i < units; i++, at += f->scale_bytes) {
+        move_values(in + at, halves, 2, from, to, out + at);
+        move_values(in + at + halves * HALVES, bytes, 1, from, to, out + at + halves * HALVES);
+    }
+}
+
+void es_pack_pick(const es_tensor *from, const int32_t *rows, int32_t n, uint8_t *out)
+{
+    memset(out, 0, (size_t)es_tiles(n) * from->tile_bytes);
+    for (int32_t i = 0; i < n; i++) {
+        move_row(from, from->data + (size_t)(rows[i] / ES_TILE) * from->tile_bytes,
+                 rows[i] % ES_TILE, i % ES_TILE,
+                 out + (size_t)(i / ES_TILE) * from->tile_bytes);
+    }
+}

@@ -89,6 +89,9 @@ void es_pack_tiles(int32_t ggml_type, const uint8_t *blocks, size_t row_bytes, i
 /* One row as floats (cols), exactly es_block_floats of the same row: embedding lookup. */
 void es_pack_row(const es_tensor *tensor, int32_t row, float *out);
 
+/* Tiles of rows[0..n) of a matrix, in this order: what es_pack_tiles makes of these rows alone. */
+void es_pack_pick(const es_tensor *from, const int32_t *rows, int32_t n, uint8_t *out);
+
 extern const int8_t es_code_iq4nl[16];
 extern const int8_t es_code_mxfp4[16];   /* doubled: 0 1 2 3 4 6 8 12 and their negatives */
 

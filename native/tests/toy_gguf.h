@@ -22,9 +22,22 @@ typedef struct toy_tensor {
     int64_t cols, rows; /* rows 0: a vector */
 } toy_tensor;
 
+/* What is not as usual. */
+typedef struct toy_options {
+    uint64_t seed;              /* not 0: a tensor's values depend on it and the tensor's name */
+    int32_t layers;             /* 0: TOY_LAYERS */
+    bool has_output;            /* a matrix of its own */
+    const char *vocabulary;     /* not NULL: of a draft without embedding and output matrix */
+    const uint8_t *drafted;     /* (TOY_VOCAB / 8) bits of the tokens it drafts; NULL: all */
+    int32_t n_drafted;          /* bytes of these; 0: TOY_VOCAB / 8 */
+    const char *without;        /* a tensor that is left out */
+    const char *taller;         /* one with another row, or value */
+} toy_options;
+
 typedef struct toy {
     FILE *file;
     uint64_t state;
+    uint64_t seed;
     toy_tensor tensor[TOY_MAX_TENSORS];
     int32_t n_tensors;
 } toy;
@@ -82,6 +95,12 @@ static inline size_t toy_bytes(const toy_tensor *x)
 
 static inline void toy_values(toy *t, const toy_tensor *x)
 {
+    if (t->seed != 0) {
+        t->state = t->seed;
+        for (const char *c = x->name; *c != '\0'; c++) {
+            t->state = (t->state ^ (uint8_t)*c) * UINT64_C(1099511628211);
+        }
+    }
     size_t values = (size_t)(x->cols * (x->rows > 0 ? x->rows : 1));
     double size = x->rows == 0 ? 0.2 : 1.5 / sqrt((double)x->cols);
     for (size_t i = 0; i < values; i++) {
@@ -132,26 +151,53 @@ static inline void toy_layer(toy *t, const char *family, int32_t type, int32_t l
     }
 }
 
-/* A model whose matrices are of `type`; gemma3 has a window of 5 in every other layer. */
-static inline void toy_write(const char *path, const char *family, int32_t type)
+/* The tensors of a model, before they are written. */
+static inline void toy_add_all(toy *t, const char *family, int32_t type, const toy_options *options)
 {
-    static toy made;
-    toy *t = &made;
-    *t = (toy){.file = fopen(path, "wb"), .state = 7};
-    CHECK(t->file != NULL);
-    toy_add(t, type, TOY_HIDDEN, TOY_VOCAB, "token_embd.weight");
-    for (int32_t i = 0; i < TOY_LAYERS; i++) {
+    int32_t layers = options->layers > 0 ? options->layers : TOY_LAYERS, n = 0;
+    if (options->vocabulary == NULL) {
+        toy_add(t, type, TOY_HIDDEN, TOY_VOCAB, "token_embd.weight");
+    }
+    for (int32_t i = 0; i < layers; i++) {
         toy_layer(t, family, type, i);
     }
     toy_add(t, type, TOY_HIDDEN, 0, "output_norm.weight");
+    if (options->has_output) {
+        toy_add(t, type, TOY_HIDDEN, TOY_VOCAB, "output.weight");
+    }
+    for (int32_t i = 0; i < t->n_tensors; i++) {
+        toy_tensor *x = &t->tensor[i];
+        if (options->taller != NULL && strcmp(x->name, options->taller) == 0) {
+            *(x->rows > 0 ? &x->rows : &x->cols) += 1;
+        }
+        if (options->without == NULL || strcmp(x->name, options->without) != 0) {
+            t->tensor[n++] = *x;
+        }
+    }
+    t->n_tensors = n;
+}
+
+/* A model whose matrices are of `type`; gemma3 has a window of 5 in every other layer. */
+static inline void toy_write_as(const char *path, const char *family, int32_t type,
+                                const toy_options *options)
+{
+    static toy made;
+    toy *t = &made;
+    *t = (toy){.file = fopen(path, "wb"), .state = 7, .seed = options->seed};
+    CHECK(t->file != NULL);
+    toy_add_all(t, family, type, options);
+    int32_t layers = options->layers > 0 ? options->layers : TOY_LAYERS;
     toy_number(t, 0x46554747, 4); /* GGUF */
     toy_number(t, 3, 4);
     toy_number(t, (uint64_t)t->n_tensors, 8);
-    toy_number(t, 11, 8);
+    bool has_window = strcmp(family, "gemma3") == 0;
+    bool is_guest = options->vocabulary != NULL;
+    toy_number(t, (uint64_t)(11 + is_guest + (is_guest && has_window) + (options->drafted != NULL)),
+               8);
     toy_text(t, "general.architecture");
     toy_number(t, 8, 4);
     toy_text(t, family);
-    toy_u32(t, family, "block_count", TOY_LAYERS);
+    toy_u32(t, family, "block_count", (uint32_t)layers);
     toy_u32(t, family, "context_length", TOY_CONTEXT);
     toy_u32(t, family, "embedding_length", TOY_HIDDEN);
     toy_u32(t, family, "feed_forward_length", TOY_FFN);
@@ -159,10 +205,25 @@ static inline void toy_write(const char *path, const char *family, int32_t type)
     toy_u32(t, family, "attention.head_count_kv", TOY_KV_HEADS);
     toy_u32(t, family, "attention.key_length", TOY_HEAD_DIM);
     toy_f32(t, family, "attention.layer_norm_rms_epsilon", 1e-5f);
-    bool has_window = strcmp(family, "gemma3") == 0;
     toy_u32(t, family, "attention.sliding_window", has_window ? 5 : 0);
     toy_u32(t, family, has_window ? "attention.sliding_window_pattern" : "vocab_size",
             has_window ? 2 : TOY_VOCAB);
+    if (is_guest) {
+        if (has_window) {
+            toy_u32(t, family, "vocab_size", TOY_VOCAB);
+        }
+        toy_text(t, "edgespec.draft.vocabulary");
+        toy_number(t, 8, 4);
+        toy_text(t, options->vocabulary);
+    }
+    if (options->drafted != NULL) {
+        size_t n = options->n_drafted > 0 ? (size_t)options->n_drafted : TOY_VOCAB / 8;
+        toy_text(t, "edgespec.draft.tokens");
+        toy_number(t, 9, 4); /* an array of bytes */
+        toy_number(t, 0, 4);
+        toy_number(t, n, 8);
+        CHECK(fwrite(options->drafted, 1, n, t->file) == n);
+    }
     uint64_t offset = 0;
     for (int32_t i = 0; i < t->n_tensors; i++) {
         const toy_tensor *x = &t->tensor[i];
@@ -183,6 +244,11 @@ static inline void toy_write(const char *path, const char *family, int32_t type)
         toy_values(t, &t->tensor[i]);
     }
     CHECK(fclose(t->file) == 0);
+}
+
+static inline void toy_write(const char *path, const char *family, int32_t type)
+{
+    toy_write_as(path, family, type, &(toy_options){0});
 }
 
 #endif
