@@ -130,9 +130,10 @@ class Engine:
         return self.draft if self.head is None else self._full_name(self.head)
 
     @property
-    def draft_memory(self) -> int:
-        """Bytes of the head: weights, keys and values, scratch."""
-        return 0 if self.head is None else self.head.memory
+    def draft_bytes(self) -> tuple[int, int]:
+        """Of the head: weights, and what it keeps of the conversation."""
+        head = self.head
+        return (0, 0) if head is None else (head.weight_bytes, head.state_bytes)
 
     def misfit(self, tried: Sequence[int], held: Sequence[int]) -> str:
         """Adds a reply's counts by depth; what to tell of a head that does not fit."""

@@ -229,7 +229,7 @@ class Making:
             stats=self._tally.stats(
                 backend=self._engine.target.name,
                 draft=self._draft,
-                draft_memory=self._engine.draft_memory,
+                draft_bytes=self._engine.draft_bytes,
             ),
             logprobs=tuple(self._transcript.logprobs),
             evaluated_tokens=self._evaluated,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from edgespec.bundle import Model
 from edgespec.config import DEFAULT_CONTEXT, Runtime
+from edgespec.drafts.available import available
 from edgespec.errors import (
     EdgeSpecError,
     FormatError,
@@ -55,6 +56,16 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True)
+class StoredDraft:
+    """A draft head the model has, by what --draft calls it."""
+
+    option: str
+    kind: str
+    bytes: int  # of its file
+    origin: str  # "bundle", or "edgespec", which it came with
+
+
+@dataclass(frozen=True, slots=True)
 class Memory:
     """Bytes needed at a context, by backend. Buffers are an estimate."""
 
@@ -85,6 +96,7 @@ class Inspection:
     architecture: Architecture | None
     layouts: Mapping[str, Layout]  # by container: gguf, onnx
     tree: Tree | None  # stored with the model
+    drafts: tuple[StoredDraft, ...] = ()
 
 
 def inspect_bundle(bundle: Model) -> Inspection:
@@ -110,6 +122,10 @@ def inspect_bundle(bundle: Model) -> Inspection:
         architecture=bundle.manifest.architecture,
         layouts=layouts,
         tree=tree,
+        drafts=tuple(
+            StoredDraft(f"{head.word}:{head.name}", head.kind, head.size, head.origin)
+            for head in available(bundle)
+        ),
     )
 
 
@@ -323,4 +339,5 @@ def as_object(inspection: Inspection) -> dict[str, Any]:
             "parent": inspection.tree.parent.tolist(),
             "rank": inspection.tree.rank.tolist(),
         },
+        "drafts": [asdict(draft) for draft in inspection.drafts],
     }

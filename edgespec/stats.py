@@ -29,7 +29,8 @@ class Stats:
     # children of this depth, and those that accepted one of them.
     depth_tried: tuple[int, ...]
     depth_accepted: tuple[int, ...]
-    draft_memory_mb: float  # of a draft head: weights, keys and values, scratch
+    draft_weights_mb: float  # of a draft head, 0 without one
+    draft_state_mb: float  # its keys and values, features of the target, scratch
     ttft_s: float  # from the call to the first token
     prefill_s: float  # forwards of the prompt
     decode_s: float  # rounds: drafting, forward, verification, text
@@ -64,9 +65,9 @@ class Tally:
         self.tried = _sum(self.tried, native.tried)
         self.held = _sum(self.held, native.held)
 
-    def stats(self, *, backend: str, draft: str, draft_memory: int) -> Stats:
+    def stats(self, *, backend: str, draft: str, draft_bytes: tuple[int, int]) -> Stats:
         """Args:
-        draft_memory: bytes of a draft head, 0 without one.
+        draft_bytes: weights and state of a draft head.
         """
         levels = sum(tried > 0 for tried in self.tried)  # none below an untried one
         return Stats(
@@ -80,7 +81,8 @@ class Tally:
             node_yield=_ratio(self.accepted, self.drafted),
             depth_tried=self.tried[:levels],
             depth_accepted=self.held[:levels],
-            draft_memory_mb=draft_memory / 1e6,
+            draft_weights_mb=draft_bytes[0] / 1e6,
+            draft_state_mb=draft_bytes[1] / 1e6,
             ttft_s=self.ttft_s,
             prefill_s=self.prefill_s,
             decode_s=self.decode_s,

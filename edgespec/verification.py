@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from edgespec._native import SampleParams
-from edgespec.config import Runtime, Sampling, Stopping
+from edgespec.config import Runtime, Sampling, Speculation, Stopping
 from edgespec.engine import Engine
 from edgespec.engine import Step as EngineStep
 from edgespec.errors import FormatError, UsageError
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from edgespec.session import Session
     from edgespec.targets.base import Target
 
+PLAIN = Speculation(draft="none")
 BUILT_IN = Path(__file__).with_name("prompts.jsonl")
 
 
@@ -178,8 +179,9 @@ def compare(
             arm = Arm(
                 recorder,
                 eos=kept.eos,
-                speculation=session.speculation,
-                drafter=kept.drafter,
+                speculation=session.speculation if speculate else PLAIN,
+                drafter=kept.drafter if speculate else None,
+                head=kept.head if speculate else None,
             )
             arm.is_speculating = speculate
             session.engine = arm

@@ -18,7 +18,8 @@ ANSWERS = {"hi": "hello there", "ha": "ha ha ha ha ha ha ha ha", "tree": "a èªæ
 STATS = {
     *("backend", "draft", "rounds", "tokens_per_round", "drafted", "accepted"),
     *("acceptance", "node_yield", "ttft_s", "prefill_s", "decode_s", "tokens_per_s"),
-    *("depth_tried", "depth_accepted", "draft_memory_mb", "peak_rss_mb"),
+    *("depth_tried", "depth_accepted", "draft_weights_mb", "draft_state_mb"),
+    "peak_rss_mb",
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 from dataclasses import replace
@@ -12,6 +13,7 @@ import pytest
 
 from edgespec import models
 from edgespec.bundle import Bundle, open_bundle
+from edgespec.cli.app import main
 from edgespec.config import Runtime, Speculation
 from edgespec.drafts import Choice, parse_draft
 from edgespec.drafts.available import available, find
@@ -101,6 +103,21 @@ def test_a_bundle_offers_its_heads(bundle: Bundle) -> None:
     assert find(bundle, parse_draft("eagle")).name == "eagle3"  # type: ignore[union-attr]
     assert find(bundle, parse_draft("auto")).name == "eagle3"  # type: ignore[union-attr]
     assert find(bundle, parse_draft("eagle:eagle")).name == "eagle"  # type: ignore[union-attr]
+
+
+def test_inspect_lists_drafts(
+    bundle: Bundle, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--no-measure", "--json"]
+    assert main(["inspect", str(bundle.directory), *flags]) == 0
+    found = json.loads(capsys.readouterr().out)["drafts"]
+    assert [draft["option"] for draft in found] == [
+        *("medusa:medusa", "eagle:eagle", "eagle:eagle3")
+    ]
+    assert {draft["origin"] for draft in found} == {"bundle"}
+    assert main(["inspect", str(bundle.directory), "--no-measure"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert sum(line.startswith("--draft eagle:eagle") for line in lines) == 2
 
 
 def test_damaged_head_of_a_bundle_is_refused(bundle: Bundle, tmp_path: Path) -> None:

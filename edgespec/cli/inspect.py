@@ -178,6 +178,12 @@ def _describe(found: Inspection) -> list[str]:
             f"{' (' + layout.note + ')' if layout.note else ''}",
             *table(("type", "tensors", "bytes", "share"), rows),
         ]
+    if found.drafts:
+        drafts = [
+            [f"--draft {draft.option}", draft.origin, megabytes(draft.bytes)]
+            for draft in found.drafts
+        ]
+        lines += ["", *table(("draft", "of", "file"), drafts, left=2)]
     return lines
 
 

@@ -74,13 +74,17 @@ def stats_report(stats: Stats) -> list[str]:
         *_depth_lines(stats),
         f"first token after {stats.ttft_s:.2f} s (prompt {stats.prefill_s:.2f} s), "
         f"then {stats.tokens_per_s:.1f} tokens/s for {stats.decode_s:.2f} s",
-        f"peak memory {stats.peak_rss_mb:.0f} MB"
-        + (
-            f", {stats.draft_memory_mb:.1f} MB of it the draft's"
-            if stats.draft_memory_mb
-            else ""
-        ),
+        f"peak memory {stats.peak_rss_mb:.0f} MB{_draft_memory(stats)}",
     ]
+
+
+def _draft_memory(stats: Stats) -> str:
+    if not stats.draft_weights_mb:
+        return ""
+    return (
+        f", of it the draft's {stats.draft_weights_mb:.1f} MB of weights and "
+        f"{stats.draft_state_mb:.1f} MB of keys, values and features"
+    )
 
 
 def _depth_lines(stats: Stats) -> list[str]:

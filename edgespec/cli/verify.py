@@ -13,7 +13,7 @@ from edgespec.cli.opening import open_session
 from edgespec.cli.options import Model, Offline, settings
 from edgespec.cli.render import table
 from edgespec.cli.results import check_result, write_result
-from edgespec.cli.terminal import progress_bar
+from edgespec.cli.terminal import note, progress_bar
 from edgespec.config import Runtime, Sampling, Speculation, check_sampling
 from edgespec.errors import UsageError
 
@@ -76,7 +76,9 @@ def command(
     In the table, rows are rows drafted per round, and cut gives tokens per round with
     each reply cut where it loops: at the third occurrence of 16 tokens in a row.
 
-    Example: edgespec verify smollm2-135m --temperature 0.8 --seed 1 --seed 2
+    Examples: edgespec verify smollm2-135m --temperature 0.8 --seed 1 --seed 2
+
+    edgespec verify my-bundle --draft eagle --tree best:5
     """
     from edgespec.verification import read_prompts, verify
     from edgespec.verification_report import report, summarise
@@ -101,6 +103,10 @@ def command(
             turns=turns,
             progress=progress,
         )
+    for run in runs:
+        stats = run.spec.stats
+        if said := session.engine.misfit(stats.depth_tried, stats.depth_accepted):
+            note(said)
     result = report(
         runs,
         {

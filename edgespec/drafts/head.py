@@ -41,11 +41,6 @@ class HeadDraft:
         self.weight_bytes = info.weight_bytes
         self.state_bytes = self._drafter.memory  # keys and values, features, scratch
 
-    @property
-    def memory(self) -> int:
-        """Bytes of weights and state."""
-        return self.weight_bytes + self.state_bytes
-
     def follow(self, target: NativeTargetState) -> None:
         """Is kept in step with an empty target from now on, from nothing."""
         self.restart()
