@@ -26,6 +26,9 @@ from edgespec_export.train.objective import Vocabulary
 from edgespec_export.train.packing import Batch
 from edgespec_export.weights import ModelConfig
 
+TAUGHT = 3  # a fourth step would cost a quarter of the passes
+_BRANCH = 0.1  # what attention and MLP add, to begin with
+
 
 class _Attention(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
@@ -83,8 +86,7 @@ class Eagle3(nn.Module):
         config: the target's.
         embedding, output: (vocab, hidden), the target's; frozen.
         ids: (m) ascending ids of the draft vocabulary.
-        norm: (hidden) of the target's final norm, where its own begins.
-        depths: unrolled in training, and measured.
+        depths: measured; the first TAUGHT of them are unrolled in training.
     """
 
     kind = "eagle3"
@@ -96,7 +98,6 @@ class Eagle3(nn.Module):
         config: ModelConfig,
         embedding: NDArray[np.float32],
         output: NDArray[np.float32],
-        norm: NDArray[np.float32],
         ids: NDArray[np.int64],
         depths: int,
     ) -> None:
@@ -114,14 +115,15 @@ class Eagle3(nn.Module):
         self.lm_head = nn.Linear(config.hidden, len(ids), bias=False)
         with torch.no_grad():
             self.lm_head.weight.copy_(self.vocabulary.output)
-            self.norm.weight.copy_(torch.from_numpy(np.array(norm)))
+            for branch in (self.midlayer.self_attn.o_proj, self.midlayer.mlp.down_proj):
+                branch.weight.mul_(_BRANCH)
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """The loss of a batch."""
         return objective.loss(
             batch,
             self.vocabulary,
-            self.hidden(batch),
+            self.hidden(batch, min(TAUGHT, self.depths)),
             self.offset,
             self.lm_head.weight,
         )
@@ -131,7 +133,7 @@ class Eagle3(nn.Module):
         return objective.acceptance(
             batch,
             self.vocabulary,
-            self.hidden(batch),
+            self.hidden(batch, self.depths),
             self.offset,
             self.lm_head.weight,
         )
@@ -141,14 +143,14 @@ class Eagle3(nn.Module):
         """Row j has token j + 1 and says j + 2 + depth, the goal of j + 1 + depth."""
         return 1 + depth
 
-    def hidden(self, batch: Batch) -> list[torch.Tensor]:
+    def hidden(self, batch: Batch, depths: int) -> list[torch.Tensor]:
         """By depth, what the head projects (b, t, hidden)."""
         visible = batch.visible()
         taps = batch.states[:, :, :3].flatten(2).float()
         features = self.fc(taps).float()
         seen: list[list[torch.Tensor]] = [[], []]
         found = []
-        for depth in range(self.depths):
+        for depth in range(depths):
             tokens = batch.tokens.roll(-1 - depth, dims=1)  # past the end: no goals
             turn = rotation(self.inv_freq, batch.position + depth)
             embedded = self.embedding[tokens]

@@ -21,6 +21,7 @@ from accelerate.utils import broadcast
 from edgespec.errors import UsageError
 from edgespec.progress import Progress, silent
 from edgespec_export.train.objective import Acceptance
+from edgespec_export.train.optimizers import optimizers
 from edgespec_export.train.packing import Batch, Batches, Row
 from edgespec_export.train.shards import Stored
 
@@ -48,7 +49,7 @@ class Budget:
     """How long and in what portions.
 
     Args:
-        rate: learning rate; None: by the minutes.
+        rate: learning rate, `optimizers.optimizers`; None: by the minutes.
         width, rows: tokens of a row, rows of a batch.
     """
 
@@ -60,11 +61,11 @@ class Budget:
 
     @property
     def learning_rate(self) -> float:
-        """1e-3 for a quarter of an hour, falling to 5e-4 for two hours."""
+        """0.05 for a quarter of an hour, falling to 0.025 for two hours."""
         if self.rate is not None:
             return self.rate
-        by_minutes: float = 1e-3 * (15 / self.minutes) ** (1 / 3)
-        return min(1e-3, max(5e-4, by_minutes))
+        by_minutes: float = 0.05 * (15 / self.minutes) ** (1 / 3)
+        return min(0.05, max(0.025, by_minutes))
 
 
 @dataclass(slots=True)
@@ -145,13 +146,9 @@ class Loop:
             for name, few in measured.items()
             if few
         }
-        optimizer = torch.optim.AdamW(
-            module.parameters(),
-            lr=budget.learning_rate,
-            betas=(0.9, 0.95),
-            weight_decay=0.0,
-        )
-        self._module, self._optimizer = self._accelerator.prepare(module, optimizer)
+        made = optimizers(module, budget.learning_rate)
+        self._rates = [group["lr"] for one in made for group in one.param_groups]
+        self._module, *self._optimizers = self._accelerator.prepare(module, *made)
         self._at = _Position()
         self._best = -math.inf
         self._losses: list[float] = []
@@ -207,7 +204,8 @@ class Loop:
                     f"{kept['settings'].get(name)!r:.60}, now {value!r:.60}"
                 )
         self.bare.load_state_dict(kept["module"])
-        self._optimizer.load_state_dict(kept["optimizer"])
+        for optimizer, state in zip(self._optimizers, kept["optimizers"], strict=True):
+            optimizer.load_state_dict(state)
         torch.set_rng_state(kept["random"])
         history = [Measure(**measure) for measure in kept["at"].pop("history")]
         self._at = _Position(**kept["at"], history=history)
@@ -221,7 +219,7 @@ class Loop:
         kept = {
             "settings": self._settings,
             "module": self.bare.state_dict(),
-            "optimizer": self._optimizer.state_dict(),
+            "optimizers": [one.state_dict() for one in self._optimizers],
             "random": torch.get_rng_state(),
             "at": asdict(self._at),
             "best": self._best,
@@ -239,22 +237,24 @@ class Loop:
         yield from _loaded(self._batches, mine, self._accelerator.device)
 
     def _step(self, batch: Batch) -> None:
-        rate = self._rate()
-        for group in self._optimizer.param_groups:
-            group["lr"] = rate
+        groups = [group for one in self._optimizers for group in one.param_groups]
+        share = self._rate_share()
+        for group, rate in zip(groups, self._rates, strict=True):
+            group["lr"] = rate * share
         loss = self._module(batch)
         self._accelerator.backward(loss)
         self._accelerator.clip_grad_norm_(self._module.parameters(), CLIP)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+        for optimizer in self._optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
         self._losses.append(float(loss.detach()))
         self._at.tokens += batch.tokens.numel() * self._accelerator.num_processes
 
-    def _rate(self) -> float:
+    def _rate_share(self) -> float:
         share = min(1.0, self._at.seconds / (self._budget.minutes * 60))
         warm = min(1.0, (self._at.step + 1) / WARM_STEPS)
         falling = LAST_RATE + (1 - LAST_RATE) * (1 + math.cos(math.pi * share)) / 2
-        return self._budget.learning_rate * warm * falling
+        return warm * falling
 
     def _due(self) -> bool:
         each = self._budget.minutes * 60 / MEASURES

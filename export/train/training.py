@@ -166,7 +166,6 @@ def make_head(
         config,
         target.tensors["token_embd"].load_f32(),
         forward.head(target),
-        target.tensors["output_norm"].load_f32(),
         ids,
         DEPTHS,
     )

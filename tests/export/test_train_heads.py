@@ -61,7 +61,6 @@ def head_of(made: families.Model, kind: str, ids: NDArray[np.int64]) -> Any:
         made.weights.config,
         made.weights.tensors["token_embd"].load_f32(),
         forward.head(made.weights),
-        made.weights.tensors["output_norm"].load_f32(),
         ids,
         DEPTHS,
     )
@@ -142,7 +141,7 @@ def test_eagle_is_taught_what_it_will_compute_when_it_runs(
     head = heads.read(tmp_path, made.weights.config)
     batch = one_sequence(written)
     with torch.no_grad():
-        hidden = model.hidden(batch)
+        hidden = model.hidden(batch, DEPTHS)
         logits = [model.lm_head(h)[0].numpy() for h in hidden]
     tokens = batch.tokens[0].numpy()
     embedding = made.weights.tensors["token_embd"].load_f32()
@@ -234,7 +233,7 @@ def test_the_loss_and_its_gradient_are_cross_entropy(
         assert written_flags[row + 1] and documents[row + 1] == documents[row]
         assert model.vocabulary.known[batch.top.flatten()[row]]
     total = torch.zeros(())
-    for depth, hidden in enumerate(model.hidden(batch)):
+    for depth, hidden in enumerate(model.hidden(batch, DEPTHS)):
         logs = model.lm_head(hidden.flatten(0, 1)).log_softmax(-1)
         for row, shares in zip(wanted.rows.tolist(), wanted.shares, strict=True):
             start = row - 1 - depth
@@ -284,7 +283,7 @@ def run_loop(
         head,
         [s for s in written if not s.is_held_out],
         {"held-out": [s for s in written if s.is_held_out], "other": written[:6]},
-        Budget(steps / 60, seed=2, width=WIDTH, rows=2, rate=3e-3),
+        Budget(steps / 60, seed=2, width=WIDTH, rows=2, rate=0.05),
         place,
         settings=settings or {"head": kind},
         save=lambda module, history, tokens: best.append(module),
@@ -357,9 +356,9 @@ def test_only_its_own_training_is_resumed(
 
 
 def test_rates_rise_and_fall(made: families.Model, written: list[Stored]) -> None:
-    assert Budget(10).learning_rate == 1e-3
-    assert 5e-4 < Budget(60).learning_rate < 1e-3
-    assert Budget(600).learning_rate == 5e-4
+    assert Budget(10).learning_rate == 0.05
+    assert 0.025 < Budget(60).learning_rate < 0.05
+    assert Budget(600).learning_rate == 0.025
 
 
 # ---- files ----
