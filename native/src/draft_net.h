@@ -7,13 +7,15 @@
 
 #include "edgespec.h"
 
+enum { ES_DRAFT_WIDTH = 8 };  /* most rows of one expand */
+
 /* One draft is begin, then expand level by level, then end; end also after an error. */
 typedef struct es_draft_net {
     void *self;
     int32_t vocab;         /* draft tokens */
     const int32_t *ids;    /* (vocab) ascending ids of the target; NULL: the same */
     int32_t depth;         /* most levels, the root's children being the first; 0: any */
-    int32_t width;         /* most rows of one expand */
+    int32_t width;         /* most rows of one expand, at most ES_DRAFT_WIDTH */
     /* Feeds what is pending. logits (vocab) of the children of `root`, the token behind the
        committed ones; valid until the next call. is_ready false: there is nothing to draft from
        yet, and logits are not set. */

@@ -15,6 +15,7 @@
 #include <string.h>
 
 #include "alloc.h"
+#include "carver.h"
 #include "error.h"
 #include "gguf.h"
 
@@ -70,59 +71,32 @@ static size_t block_floats(const es_shape *shape)
     return unit > BLOCK_FLOATS ? unit : BLOCK_FLOATS;
 }
 
-/* Carves buffers from `memory`; with NULL it only counts. */
-typedef struct carver {
-    char *memory;
-    size_t used;
-} carver;
-
-static void *carve(carver *c, size_t count, size_t size)
-{
-    void *at = c->memory == NULL ? NULL : c->memory + c->used;
-    c->used += (count * size + 63) / 64 * 64 + 64; /* a line apart: members write side by side */
-    return at;
-}
-
-static void carve_rows(carver *c, int32_t n, int32_t k, es_rows *out)
-{
-    size_t rows = (size_t)n, values = rows * (size_t)k;
-    size_t groups = rows * ((size_t)k / ES_GROUP);
-    *out = (es_rows){.n = n, .k = k};
-    out->x = carve(c, values, sizeof(float));
-    out->q = carve(c, values, sizeof(int8_t));
-    out->scale = carve(c, groups, sizeof(float));
-    out->sum = carve(c, 2 * groups, sizeof(float));
-    out->sum32 = carve(c, groups, sizeof(float));
-    out->isum = carve(c, 2 * groups, sizeof(int32_t));
-    out->isum32 = carve(c, groups, sizeof(int32_t));
-}
-
 static size_t carve_all(const es_network *net, int32_t threads, char *memory, es_workspace *w)
 {
     const es_shape *s = &net->shape;
     bool is_pair = net->pair.taps > 0;
-    carver c = {memory, 0};
+    es_carver c = {memory, 0};
     size_t rows = ES_MAX_ROWS, hidden = (size_t)s->hidden, half = (size_t)s->head_dim / 2;
     w->q_stride = (size_t)padded(s->heads * s->head_dim);
-    w->own = carve(&c, (size_t)threads, sizeof(own));
-    w->x = carve(&c, rows * hidden, sizeof(float));
-    w->delta = s->has_post_norms ? carve(&c, rows * hidden, sizeof(float)) : NULL;
-    w->q = carve(&c, rows * w->q_stride, sizeof(float));
-    carve_rows(&c, ES_MAX_ROWS, s->hidden, &w->normed);
-    carve_rows(&c, ES_MAX_ROWS, s->heads * s->head_dim, &w->mixed);
-    carve_rows(&c, ES_MAX_ROWS, s->ffn, &w->gated);
-    carve_rows(&c, is_pair ? ES_MAX_ROWS : 0, 2 * s->hidden, &w->joined);
-    carve_rows(&c, is_pair ? ES_MAX_ROWS : 0, net->pair.taps, &w->taps);
+    w->own = es_carve(&c, (size_t)threads, sizeof(own));
+    w->x = es_carve(&c, rows * hidden, sizeof(float));
+    w->delta = s->has_post_norms ? es_carve(&c, rows * hidden, sizeof(float)) : NULL;
+    w->q = es_carve(&c, rows * w->q_stride, sizeof(float));
+    es_carve_rows(&c, ES_MAX_ROWS, s->hidden, &w->normed);
+    es_carve_rows(&c, ES_MAX_ROWS, s->heads * s->head_dim, &w->mixed);
+    es_carve_rows(&c, ES_MAX_ROWS, s->ffn, &w->gated);
+    es_carve_rows(&c, is_pair ? ES_MAX_ROWS : 0, 2 * s->hidden, &w->joined);
+    es_carve_rows(&c, is_pair ? ES_MAX_ROWS : 0, net->pair.taps, &w->taps);
     for (int32_t i = 0; i < 2; i++) {
-        w->cosine[i] = carve(&c, rows * half, sizeof(float));
-        w->sine[i] = carve(&c, rows * half, sizeof(float));
+        w->cosine[i] = es_carve(&c, rows * half, sizeof(float));
+        w->sine[i] = es_carve(&c, rows * half, sizeof(float));
     }
     for (int32_t m = 0; m < threads; m++) {
         own member = {0};
-        carve_rows(&c, OWN_ROWS, s->hidden, &member.normed);
-        carve_rows(&c, is_pair ? OWN_ROWS : 0, 2 * s->hidden, &member.joined);
+        es_carve_rows(&c, OWN_ROWS, s->hidden, &member.normed);
+        es_carve_rows(&c, is_pair ? OWN_ROWS : 0, 2 * s->hidden, &member.joined);
         for (int32_t i = 0; i < N_BLOCKS; i++) {
-            member.block[i] = carve(&c, block_floats(s), sizeof(float));
+            member.block[i] = es_carve(&c, block_floats(s), sizeof(float));
         }
         if (memory != NULL) {
             w->own[m] = member;
@@ -553,10 +527,10 @@ static void take_taps(const member *m, int32_t row, const float *feature)
     const es_pair *pair = &m->net->pair;
     const es_rows *taps = &m->work->taps;
     float *x = taps->x + (size_t)row * taps->k;
-    int32_t part = pair->taps_norm == NULL ? 0 : taps->k / pair->n_norms;
     memcpy(x, feature, (size_t)taps->k * sizeof(*x));
-    for (int32_t at = 0; at < taps->k && part > 0; at += part) {
-        m->k->rms_norm(x + at, pair->taps_norm + at, part, m->shape->eps, x + at);
+    for (int32_t i = 0; i < pair->n_norms; i++) {
+        int32_t n = taps->k / pair->n_norms;
+        m->k->rms_norm(x + i * n, pair->taps_norm[i], n, m->shape->eps, x + i * n);
     }
     if (!is_float(&pair->fc)) {
         m->k->quantize(taps, row, 0, taps->k / ES_GROUP);

@@ -22,8 +22,8 @@ typedef struct es_pair {
     int32_t taps;                /* values of a row of the target's; 0: the network is no draft */
     es_tensor fc;                /* (hidden, taps) or (hidden, 2 * hidden) */
     const float *fc_bias;        /* (hidden), or NULL */
-    const float *taps_norm;      /* (taps) of n_norms equal parts, or NULL */
-    int32_t n_norms;
+    int32_t n_norms;             /* taps are normed in so many equal parts, each by ... */
+    const float *taps_norm[ES_MAX_TAPS]; /* ... (taps / n_norms) */
     const float *feature_norm;   /* (hidden); NULL: EAGLE-1/2 */
     bool adds_normed;            /* the residual is the normed feature */
     bool hands_normed;           /* the final norm's result is the next row's feature, not its input */
