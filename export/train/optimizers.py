@@ -18,7 +18,8 @@ def optimizers(module: torch.nn.Module, rate: float) -> list[torch.optim.Optimiz
     Args:
         rate: of Muon, in orthogonal matrices per step.
     """
-    matrices, others = [], []
+    matrices: list[torch.nn.Parameter] = []
+    others: list[torch.nn.Parameter] = []
     for name, parameter in module.named_parameters():
         is_inner = parameter.ndim == 2 and not name.startswith(_VOCABULARY)
         (matrices if is_inner else others).append(parameter)
