@@ -178,3 +178,90 @@ def test_the_floor_loses_no_row_that_would_pay():
             n = plan.choose(chain(scores))
             assert n == best_by_enumeration(scores.astype(np.float32), cost)
             assert n == 1 or scores[n - 2] >= floor
+
+
+# ---- a head -------------------------------------------------------------------------
+
+NOTHING = chain([])
+
+
+def head_rounds(plan, without, with_head, accepted, n_rounds, passes=3, seconds=None):
+    """Whether the head was asked, by round; accepted(is_asked, rows) rows come true."""
+    asked = []
+    for _ in range(n_rounds):
+        plan.head_ran(0)
+        is_asked = plan.wants_head(without)
+        tree = chain((with_head if is_asked else without).score[1:8])
+        tree.n = (with_head if is_asked else without).n
+        plan.head_ran(passes if is_asked else 0)
+        tree.n = plan.choose(tree)
+        time, draft = seconds(tree.n, is_asked) if seconds else (0.0, 0.0)
+        plan.learn(tree, 1 + accepted(is_asked, tree.n - 1), time, draft)
+        asked.append(is_asked)
+    return np.array(asked)
+
+
+COST = 1 + 0.1 * (ROWS - 1)
+
+
+def test_a_head_that_is_right_is_asked_always() -> None:
+    head = chain([0.6, 0.4, 0.3])
+    asked = head_rounds(Plan(COST), NOTHING, head, lambda is_asked, k: min(k, 1), 300)
+    assert asked.all()
+
+
+def test_a_head_that_is_wrong_is_tried_ever_more_rarely() -> None:
+    head = chain([0.6, 0.4, 0.3])
+    asked = head_rounds(Plan(COST), NOTHING, head, lambda is_asked, k: 0, 2000)
+    assert 3 <= asked[:20].sum() <= 12
+    assert asked[-1000:].mean() < 0.02
+    assert asked[-1000:].any()
+
+
+def test_a_head_is_asked_again_when_it_becomes_right() -> None:
+    plan, head = Plan(COST), chain([0.6, 0.4, 0.3])
+    head_rounds(plan, NOTHING, head, lambda is_asked, k: 0, 1000)
+    asked = head_rounds(plan, NOTHING, head, lambda is_asked, k: min(k, 2), 700)
+    assert asked[-60:].all()
+
+
+def test_ngrams_that_are_surer_than_the_head_go_alone() -> None:
+    plan, head = Plan(COST), chain([0.6, 0.4, 0.3])
+    sure = chain([0.95, 0.9, 0.85, 0.8, 0.75])
+    head_rounds(plan, NOTHING, head, lambda is_asked, k: min(k, 1), 50)
+    asked = head_rounds(plan, sure, head, lambda is_asked, k: k, 200)
+    assert not asked.any()
+    asked = head_rounds(plan, NOTHING, head, lambda is_asked, k: min(k, 1), 5)
+    assert asked.all()  # they do not count against it
+
+
+def test_a_head_that_costs_more_than_it_brings_is_left_alone() -> None:
+    """Measured: half a plain token for each of three passes."""
+    plan, head = Plan(slope=0.1), chain([0.6, 0.4, 0.3])
+
+    def seconds(n, is_asked):
+        return 0.002 * (1 + 0.1 * (n - 1)), 0.003 if is_asked else 1e-5
+
+    asked = head_rounds(
+        plan, NOTHING, head, lambda is_asked, k: min(k, 1), 1500, 3, seconds
+    )
+    assert asked[-500:].mean() < 0.03
+    assert plan.level_price() == pytest.approx(0.5, rel=0.1)
+
+    def cheaper(n, is_asked):
+        return 0.002 * (1 + 0.1 * (n - 1)), 0.0003 if is_asked else 1e-5
+
+    asked = head_rounds(
+        plan, NOTHING, head, lambda is_asked, k: min(k, 1), 1500, 3, cheaper
+    )
+    assert asked[-100:].mean() > 0.9  # plain rounds for c(1) come between
+    assert plan.level_price() == pytest.approx(0.05 * 1.5, rel=0.2)
+
+
+def test_what_the_head_took_is_spent_whatever_is_forwarded() -> None:
+    """So rows are worth a forward that would not have been worth the draft."""
+    tree = chain([0.25])
+    plan = Plan(1 + 0.3 * (ROWS - 1))
+    assert plan.choose(tree) == 1
+    plan.head_ran(4)
+    assert plan.choose(tree) == 2

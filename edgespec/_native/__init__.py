@@ -4,6 +4,7 @@
 of native/include/edgespec.h each, and give them Python types.
 """
 
+from edgespec._native.head import HEAD_KINDS, HeadInfo, NativeDrafter, NativeHead
 from edgespec._native.kv import Ring, kv_compact
 from edgespec._native.library import ABI, library_path, version
 from edgespec._native.machine import (
@@ -46,12 +47,16 @@ __all__ = [
     "ALL_TOKENS",
     "DRAFT",
     "FINISH",
+    "HEAD_KINDS",
     "KV_TYPES",
     "PLAIN",
     "PREFILL",
     "CTree",
+    "HeadInfo",
     "ModelInfo",
     "NativeBatch",
+    "NativeDrafter",
+    "NativeHead",
     "NativeModel",
     "NativeRound",
     "NativeSession",

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from edgespec._native.arrays import address, allowed_bits, int32, rows
+from edgespec._native.head import NativeDrafter
 from edgespec._native.library import (
     BUFFER,
     HANDLE,
@@ -45,6 +46,7 @@ class CSessionParams(ctypes.Structure):
         ("cost", POINTER(c_double)),
         ("cost_slope", c_double),
         ("kv_block", c_int32),
+        ("blind_ranks", c_int32),
     ]
 
 
@@ -95,6 +97,7 @@ _finish = Function(
     "es_round_finish", HANDLE, BUFFER, SIZE, BUFFER, c_double, POINTER(CRound)
 )
 _abandon = Function("es_round_abandon", HANDLE)
+_attach = Function("es_session_attach", HANDLE, HANDLE)
 _stats = Function("es_session_stats", HANDLE, POINTER(CStats))
 _cost = Function("es_session_cost", HANDLE, POINTER(c_double))
 
@@ -134,6 +137,8 @@ class NativeSession:
             parents and ranks are the static shape.
         cost: c(n) for n in 0..MAX_ROWS, 0 = unknown; nothing is learned then.
         kv_block: 0, or trees never straddle a multiple of this many KV rows.
+        blind_ranks: a head's tokens rank by probability alone also when sampling, to
+            measure what ranking them by the noise of the draw is worth.
     """
 
     def __init__(
@@ -149,11 +154,13 @@ class NativeSession:
         cost: Sequence[float] | None = None,
         cost_slope: float | None = None,
         kv_block: int = 0,
+        blind_ranks: bool = False,
     ) -> None:
         self._handle = HANDLE()
         check_structs("es_tree", "es_sampling", "es_session_params")
         check_structs("es_round", "es_stats")
         self._n = 0  # rows of the open round
+        self._drafter: NativeDrafter | None = None  # kept while C knows it
         self.vocab = vocab
         drafts = {"none": 0, "ngram": 1}
         modes = {"auto": 0, "best": 1}
@@ -172,6 +179,7 @@ class NativeSession:
         params.rows = rows
         params.ngram_capacity = ngram_capacity
         params.kv_block = kv_block
+        params.blind_ranks = blind_ranks
         if isinstance(tree, str):
             params.tree = modes[tree]
         else:
@@ -194,12 +202,18 @@ class NativeSession:
         handle, self._handle = getattr(self, "_handle", None), HANDLE()
         if handle:
             _free(handle)
+        self._drafter = None
 
     def __del__(self) -> None:
         self.close()
 
     @property
     def open_handle(self) -> ctypes.c_void_p:
+        if self._drafter is not None:
+            self._drafter.check_open()
+        return self._own_handle()
+
+    def _own_handle(self) -> ctypes.c_void_p:
         if not self._handle:
             raise UsageError("the session is closed")
         return self._handle
@@ -228,6 +242,16 @@ class NativeSession:
     def evicted(self, n: int) -> None:
         """Notes that n tokens were dropped from the front of the conversation."""
         _evicted(self.open_handle, n)
+
+    def attach(self, drafter: NativeDrafter | None) -> None:
+        """Drafts with a head from the next DRAFT round on; None: no more.
+
+        Beside n-grams where the session has them. The drafter has to be told of every
+        committed token: an attached target does it, other hosts call its `append`. A
+        round raises NativeError when it was not.
+        """
+        _attach(self._own_handle(), None if drafter is None else drafter.open_handle)
+        self._drafter = drafter
 
     def begin_generation(self, params: SampleParams, max_new: int) -> None:
         """Starts a reply of at most max_new (1 or more) tokens."""

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec._native.arrays import address, int32
+from edgespec._native.head import NativeDrafter
 from edgespec._native.library import (
     BUFFER,
     HANDLE,
@@ -58,6 +59,7 @@ _forward_many = Function(
     "es_target_forward_many", POINTER(HANDLE), POINTER(_TREE), c_int32, BUFFER
 )
 _set_taps = Function("es_target_set_taps", HANDLE, BUFFER, c_int32)
+_attach = Function("es_target_attach", HANDLE, HANDLE)
 _read_taps = Function("es_target_read_taps", HANDLE, c_int32, BUFFER)
 _FIRST = np.zeros(1, np.int32)
 
@@ -96,6 +98,7 @@ class NativeTargetState:
         _new(model.open_handle, byref(params), byref(self._handle))
         self._tree, self._round = CTree(), CRound()
         self._taps = self._rows = 0  # kept hidden states; rows of the last forward
+        self._drafter: NativeDrafter | None = None  # kept while C knows it
         self._hidden = model.info.hidden
 
     @property
@@ -105,6 +108,11 @@ class NativeTargetState:
 
     @property
     def open_handle(self) -> ctypes.c_void_p:
+        if self._drafter is not None:
+            self._drafter.check_open()
+        return self._own_handle()
+
+    def _own_handle(self) -> ctypes.c_void_p:
         if not self._handle:
             raise UsageError("the target is closed")
         self._model.check_process()
@@ -170,6 +178,17 @@ class NativeTargetState:
             FINISH[out.finish],
         )
 
+    def attach(self, drafter: NativeDrafter | None) -> None:
+        """Tells a drafter of all that is committed and cut from now on; None: no more.
+
+        The taps become those its head wants, and cannot be set meanwhile. UsageError
+        for a drafter of another model, NativeError when their lengths differ.
+        """
+        _attach(self._own_handle(), None if drafter is None else drafter.open_handle)
+        self._drafter = drafter
+        self._taps = 0 if drafter is None else len(drafter.head.info.taps)
+        self._rows = 0
+
     def set_taps(self, ids: NDArray[np.int32] | Sequence[int]) -> None:
         """Keeps these hidden states of every forward from now on.
 
@@ -198,6 +217,7 @@ class NativeTargetState:
         handle, self._handle = getattr(self, "_handle", None), HANDLE()
         if handle:
             _free(handle)
+        self._drafter = None
 
     def __del__(self) -> None:
         self.close()

@@ -209,6 +209,8 @@ typedef struct es_session_params {
     int32_t kv_block;            /* 0, or: no tree straddles a multiple of kv_block KV rows. For
                                     targets that sum attention in blocks of that many keys: a
                                     row's ancestors then share blocks as when decoded singly */
+    int32_t blind_ranks;         /* 1: a head's children rank by probability alone also where noise
+                                    decides between them: for measuring what looking at it is worth */
 } es_session_params;
 
 ES_API es_status es_session_params_default(es_session_params *out);

@@ -15,6 +15,13 @@ static const int64_t PLAIN_GAP = 4;     /* rounds between plain ones while c(1) 
 static const int32_t FIRST_ROWS = 4;     /* most rows before anything was measured */
 static const double PROBE_SHARE = 0.05;  /* of the time since the last probe, what one may cost */
 static const int64_t GAP_FIRST = 4, GAP_MAX = 512;
+static const double PASS = 0.06;         /* of a head in plain tokens, before it was measured */
+static const double HEAD_FADE = 0.95;    /* of head_tokens and head_time, per round with it */
+static const double HEAD_PRIOR = 4.0;    /* rounds HEAD_RATE counts for at first */
+static const double HEAD_RATE = 1.2;
+static const double HEAD_OLD = 3.0;      /* plain tokens' time old evidence weighs in a new try */
+static const int32_t HEAD_TRIES = 3;     /* further rounds of one */
+static const int64_t HEAD_GAP = 16;
 
 /* Fills c for every n from the points that are known (weight > 0), pooled where they fall, joined
    by lines, and continued by the prior's slope or the observed one, whichever is steeper. */
@@ -89,6 +96,9 @@ void es_plan_init(es_plan *plan, const double *cost, double slope)
     }
     plan->probe_gap = GAP_FIRST;
     plan->probe_at = GAP_FIRST;
+    plan->head_tokens = HEAD_PRIOR * HEAD_RATE;
+    plan->head_time = HEAD_PRIOR;
+    plan->head_gap = HEAD_GAP;
     refresh(plan);
 }
 
@@ -114,17 +124,26 @@ float es_plan_floor(const es_plan *plan)
     return (float)at_least(0.5 * least / at_least(trust(plan), 1.0), 1e-3);
 }
 
-/* argmax over n of tokens per second, plain among the choices; ties go to fewer rows. */
-static int32_t best_rows(const es_plan *plan, const es_tree *tree, int32_t most, const double *c,
-                         double scale)
+static double pass_cost(const es_plan *plan)
 {
-    double tokens = 1.0, best = 1.0 / c[1];
+    return plan->pass > 0.0 ? plan->pass : PASS;
+}
+
+/* argmax over n of tokens per second, plain among the choices; ties go to fewer rows. *rate: that
+   of the choice. A head's time is spent already, whatever is forwarded. */
+static int32_t best_rows(const es_plan *plan, const es_tree *tree, int32_t most, const double *c,
+                         double scale, double *rate)
+{
+    double spent = plan->passes * pass_cost(plan) * c[1];
+    double draft = plan->passes > 0 ? spent : plan->draft;
+    double tokens = 1.0;
     int32_t n_best = 1;
+    *rate = 1.0 / (spent + c[1]);
     for (int32_t n = 2; n <= tree->n && n <= most; n++) {
         tokens += scale * tree->score[n - 1];
-        double rate = tokens / (plan->draft + c[n]);
-        if (rate > best) {
-            best = rate;
+        double its = tokens / (draft + c[n]);
+        if (its > *rate) {
+            *rate = its;
             n_best = n;
         }
     }
@@ -139,20 +158,26 @@ static int32_t most_rows(const es_plan *plan)
     return is_timeless ? ES_MAX_ROWS : most > FIRST_ROWS ? most : FIRST_ROWS;
 }
 
+/* All that is compared is compared with c(1): where every round drafts it must be looked up. */
+static bool needs_plain(const es_plan *plan)
+{
+    return !plan->is_fixed && plan->widest > 0 && plan->seen[1] < THIN &&
+           plan->round >= plan->plain_at;
+}
+
 int32_t es_plan_choose(es_plan *plan, const es_tree *tree)
 {
     double scale = trust(plan);
     int32_t most = most_rows(plan);
-    int32_t n = best_rows(plan, tree, most, plan->smooth, scale);
+    double rate;
+    int32_t n = best_rows(plan, tree, most, plan->smooth, scale, &rate);
     plan->is_probe = false;
-    /* all that is compared is compared with c(1): where every round drafts it must be looked up */
-    if (n > 1 && !plan->is_fixed && plan->widest > 0 && plan->seen[1] < THIN &&
-        plan->round >= plan->plain_at) {
+    if (n > 1 && plan->passes == 0 && needs_plain(plan)) {
         plan->plain_at = plan->round + PLAIN_GAP;
         return 1;
     }
     if (plan->round >= plan->probe_at) {
-        int32_t hoped = best_rows(plan, tree, most, plan->hopeful, at_least(scale, 1.0));
+        int32_t hoped = best_rows(plan, tree, most, plan->hopeful, at_least(scale, 1.0), &rate);
         int64_t since = plan->round - (plan->probe_at - plan->probe_gap);
         double budget = plan->smooth[1] * (1.0 + PROBE_SHARE * (double)since);
         while (hoped > 2 && plan->smooth[hoped] > budget) {
@@ -165,6 +190,55 @@ int32_t es_plan_choose(es_plan *plan, const es_tree *tree)
     }
     return n;
 }
+
+/* ---- the head ---------------------------------------------------------------------------- */
+
+bool es_plan_wants_head(es_plan *plan, const es_tree *without)
+{
+    if (needs_plain(plan)) {
+        return false;
+    }
+    double rate;
+    best_rows(plan, without, most_rows(plan), plan->smooth, trust(plan), &rate);
+    rate *= plan->smooth[1];
+    double its = plan->head_tokens / plan->head_time;
+    if (its > at_least(rate, 1.0)) {
+        plan->head_gap = HEAD_GAP;
+        plan->head_tries = 0;
+        plan->head_at = plan->round + HEAD_GAP;
+        return true;
+    }
+    if (its > 1.0 || rate > 1.0) {
+        return false; /* n-grams are surer just now; what follows is for heads that lose to plain */
+    }
+    if (plan->head_tries > 0) {
+        plan->head_tries--;
+        return true;
+    }
+    if (plan->round < plan->head_at) {
+        return false;
+    }
+    if (plan->head_time > HEAD_OLD) { /* texts change: the try is to decide */
+        plan->head_tokens *= HEAD_OLD / plan->head_time;
+        plan->head_time = HEAD_OLD;
+    }
+    plan->head_tries = HEAD_TRIES;
+    plan->head_gap = plan->head_gap < GAP_MAX ? 2 * plan->head_gap : GAP_MAX;
+    plan->head_at = plan->round + plan->head_gap;
+    return true;
+}
+
+double es_plan_level_price(const es_plan *plan)
+{
+    return pass_cost(plan) * at_least(plan->head_tokens / plan->head_time, 1.0);
+}
+
+void es_plan_head_ran(es_plan *plan, int32_t passes)
+{
+    plan->passes = passes;
+}
+
+/* ---- learning ---------------------------------------------------------------------------- */
 
 static double median(const double *recent, int32_t n)
 {
@@ -197,6 +271,23 @@ static void measure(es_plan *plan, int32_t n, double seconds)
     refresh(plan);
 }
 
+static void learn_head(es_plan *plan, int32_t n, int32_t n_tokens, double draft_seconds)
+{
+    double one = plan->smooth[1];
+    if (!plan->is_fixed && draft_seconds > 0.0 && plan->seen[1] > 0) {
+        double *recent = plan->pass_recent;
+        memmove(recent + 1, recent, (ES_PLAN_RECENT - 1) * sizeof *recent);
+        recent[0] = draft_seconds / plan->passes / one;
+        if (recent[ES_PLAN_RECENT - 1] > 0.0) { /* the first reads the prompt: no fair sample */
+            double middle = median(recent, ES_PLAN_RECENT);
+            plan->pass += (plan->pass > 0.0 ? EWMA : 1.0) * (middle - plan->pass);
+        }
+    }
+    plan->head_tokens = HEAD_FADE * plan->head_tokens + n_tokens;
+    plan->head_time = HEAD_FADE * plan->head_time + plan->passes * pass_cost(plan) +
+                      plan->smooth[n] / one;
+}
+
 void es_plan_learn(es_plan *plan, const es_tree *tree, int32_t n_tokens, double forward_seconds,
                    double draft_seconds)
 {
@@ -210,7 +301,9 @@ void es_plan_learn(es_plan *plan, const es_tree *tree, int32_t n_tokens, double 
     if (!plan->is_fixed && forward_seconds > 0.0) {
         measure(plan, n, forward_seconds);
     }
-    if (!plan->is_fixed && draft_seconds > 0.0) {
+    if (plan->passes > 0) {
+        learn_head(plan, n, n_tokens, draft_seconds);
+    } else if (!plan->is_fixed && draft_seconds > 0.0) {
         plan->draft += DRAFT_EWMA * (draft_seconds - plan->draft);
     }
     if (n > 1) {
@@ -229,6 +322,7 @@ void es_plan_learn(es_plan *plan, const es_tree *tree, int32_t n_tokens, double 
         plan->probe_at = plan->round + plan->probe_gap;
         plan->is_probe = false;
     }
+    plan->passes = 0;
 }
 
 double es_plan_cost(const es_plan *plan, int32_t n)

@@ -10,30 +10,105 @@
 #include <math.h>
 #include <string.h>
 
+#include "draft_merge.h"
 #include "error.h"
 #include "session.h"
 #include "tree.h"
 
 /* ---- first half: draft ------------------------------------------------------------------- */
 
-/* The session's own tree, of at most max_rows rows and max_depth levels below the root. */
-static void draft(es_session *s, int32_t max_rows, int32_t max_depth, es_tree *tree)
+/* What the round has room for. */
+typedef struct bounds {
+    int32_t rows;   /* root included */
+    int32_t depth;  /* levels below it */
+} bounds;
+
+static es_grow_request request(const es_session *s, bounds most, float floor, double price)
 {
-    int32_t rows = s->rows < max_rows ? s->rows : max_rows;
-    switch (s->mode) {
-    case ES_TREE_SHAPE:
-        es_ngram_fill(s->ngram, &s->shape, tree);
-        break;
-    case ES_TREE_BEST:
-        es_ngram_propose(s->ngram, rows, 0.0f, tree);
-        break;
-    case ES_TREE_AUTO:
-        es_ngram_propose(s->ngram, rows, es_plan_floor(&s->plan), tree);
-        es_tree_clip(tree, max_rows, max_depth);
-        tree->n = es_plan_choose(&s->plan, tree);
-        break;
+    return (es_grow_request){
+        .root = s->tokens[s->length - 1],
+        .rows = most.rows,
+        .depth = most.depth,
+        .floor = floor,
+        .price = price,
+        .vocab = s->vocab,
+        .sampling = &s->sampling,
+        .index = s->length + s->evicted,
+        .is_blind = s->is_blind,
+    };
+}
+
+/* The head's continuations in the static shape, or n-grams' where it has none at all. */
+static es_status draft_shape(es_session *s, bounds most, es_tree *tree)
+{
+    if (s->grow != NULL) {
+        es_tree shape = s->shape;
+        es_tree_clip(&shape, most.rows, most.depth);
+        es_grow_request r = request(s, most, 0.0f, 0.0);
+        es_status status = es_grow_shape(s->grow, &r, &shape, tree);
+        if (status != ES_OK) {
+            return status;
+        }
+        es_plan_head_ran(&s->plan, es_grow_passes(s->grow));
     }
-    es_tree_clip(tree, max_rows, max_depth);
+    if (tree->n == 1 && s->ngram != NULL) {
+        es_ngram_fill(s->ngram, &s->shape, tree);
+        es_tree_clip(tree, most.rows, most.depth);
+    }
+    return ES_OK;
+}
+
+/* The best of what n-grams and the head say together. */
+static es_status draft_best(es_session *s, bounds most, es_tree *tree)
+{
+    bool is_planned = s->mode == ES_TREE_AUTO;
+    float floor = is_planned ? es_plan_floor(&s->plan) : 0.0f;
+    if (s->ngram != NULL) {
+        es_ngram_propose(s->ngram, most.rows, floor, tree);
+        es_tree_clip(tree, most.rows, most.depth);
+    }
+    if (s->grow != NULL && (!is_planned || es_plan_wants_head(&s->plan, tree))) {
+        es_tree grown;
+        double price = is_planned ? es_plan_level_price(&s->plan) : 0.0;
+        es_grow_request r = request(s, most, floor, price);
+        es_status status = es_grow_best(s->grow, &r, &grown);
+        if (status != ES_OK) {
+            return status;
+        }
+        es_plan_head_ran(&s->plan, es_grow_passes(s->grow));
+        es_tree found = *tree;
+        es_merge(&found, &grown, most.rows, floor, tree);
+    }
+    if (is_planned) {
+        tree->n = es_plan_choose(&s->plan, tree);
+    }
+    return ES_OK;
+}
+
+/* The drafter has to have been told of all that is committed: the sequence less its last token. */
+static es_status check_drafter(const es_session *s)
+{
+    int64_t told = s->drafter == NULL ? 0 : es_drafter_length(s->drafter);
+    if (s->drafter != NULL && told != (int64_t)s->length - 1) {
+        return es_fail(ES_ERR_STATE, "round: expected a drafter that was told of %lld positions, "
+                       "the sequence less its last token, got %lld", (long long)s->length - 1,
+                       (long long)told);
+    }
+    return ES_OK;
+}
+
+/* The session's own tree. */
+static es_status draft(es_session *s, bounds most, es_tree *tree)
+{
+    es_status status = check_drafter(s);
+    if (status != ES_OK) {
+        return status;
+    }
+    if (s->mode == ES_TREE_SHAPE) {
+        return draft_shape(s, most, tree);
+    }
+    most.rows = s->rows < most.rows ? s->rows : most.rows;
+    return draft_best(s, most, tree);
 }
 
 es_status es_round_begin(es_session *s, es_round_kind kind, es_tree *tree)
@@ -54,22 +129,26 @@ es_status es_round_begin(es_session *s, es_round_kind kind, es_tree *tree)
     }
     double start = es_now();
     int32_t root = s->tokens[s->length - 1];
-    int32_t max_rows = (int32_t)((size_t)s->context - s->length + 1);
+    bounds most = {.rows = (int32_t)((size_t)s->context - s->length + 1)};
     if (s->kv_block > 0) {
         int32_t in_block = s->kv_block - (int32_t)((s->length - 1) % (size_t)s->kv_block);
-        max_rows = in_block < max_rows ? in_block : max_rows;
+        most.rows = in_block < most.rows ? in_block : most.rows;
     }
-    int32_t max_depth = s->left <= ES_MAX_ROWS ? (int32_t)s->left - 1 : ES_MAX_ROWS;
+    most.depth = s->left <= ES_MAX_ROWS ? (int32_t)s->left - 1 : ES_MAX_ROWS;
     s->is_proposed = false;
+    es_plan_head_ran(&s->plan, 0);
     es_tree_root(&s->tree, root);
-    if (kind == ES_ROUND_DRAFT && max_rows > 1 && max_depth > 0) {
+    if (kind == ES_ROUND_DRAFT && most.rows > 1 && most.depth > 0) {
         if (s->has_proposal) {
             s->tree = s->proposal;
             s->tree.token[0] = root;
-            es_tree_clip(&s->tree, max_rows, max_depth);
+            es_tree_clip(&s->tree, most.rows, most.depth);
             s->is_proposed = true;
-        } else if (s->ngram != NULL) {
-            draft(s, max_rows, max_depth, &s->tree);
+        } else if (s->ngram != NULL || s->grow != NULL) {
+            es_status status = draft(s, most, &s->tree);
+            if (status != ES_OK) {
+                return status;
+            }
         }
     }
     if (kind == ES_ROUND_DRAFT) {
@@ -177,6 +256,9 @@ static void learn(es_session *s, const es_round *round, double seconds)
         es_ngram_learn(s->ngram, round->token, round->n);
         es_ngram_add(s->ngram, round->token, (size_t)round->n);
     }
+    if (s->grow != NULL) {
+        es_grow_learn(s->grow, round->token, round->n);
+    }
 }
 
 es_status es_round_finish(es_session *s, const float *logits, size_t stride,
@@ -211,5 +293,8 @@ es_status es_round_finish(es_session *s, const float *logits, size_t stride,
 es_status es_round_abandon(es_session *s)
 {
     s->is_open = false;
+    if (s->grow != NULL) {
+        es_grow_forget(s->grow);
+    }
     return ES_OK;
 }

@@ -107,6 +107,7 @@ es_status es_session_new(const es_session_params *params, es_session **out)
     s->kv_block = params->kv_block;
     s->draft = params->draft;
     s->mode = params->tree;
+    s->is_blind = params->blind_ranks != 0;
     s->n_eos = params->n_eos;
     if (s->mode == ES_TREE_SHAPE) {
         s->shape = *params->shape;
@@ -141,12 +142,34 @@ void es_session_free(es_session *session)
         return;
     }
     es_ngram_free(session->ngram);
+    es_grow_free(session->grow);
     es_free(session->eos);
     es_free(session->tokens);
     es_free(session->scratch);
     es_free(session->bias_token);
     es_free(session->bias_value);
     es_free(session);
+}
+
+/* ---- the draft head ---------------------------------------------------------------------- */
+
+es_status es_session_attach(es_session *session, es_drafter *drafter)
+{
+    es_status status = check_closed(session, "attach");
+    if (status != ES_OK || drafter == session->drafter) {
+        return status;
+    }
+    es_grow *grow = NULL;
+    if (drafter != NULL) {
+        status = es_grow_new(es_drafter_net(drafter), &grow);
+        if (status != ES_OK) {
+            return status;
+        }
+    }
+    es_grow_free(session->grow);
+    session->grow = grow;
+    session->drafter = drafter;
+    return ES_OK;
 }
 
 /* ---- the sequence ------------------------------------------------------------------------ */
@@ -173,6 +196,9 @@ es_status es_session_append(es_session *session, const int32_t *tokens, size_t n
     if (session->ngram != NULL) {
         es_ngram_add(session->ngram, tokens, n);
     }
+    if (session->grow != NULL) {
+        es_grow_forget(session->grow);
+    }
     return ES_OK;
 }
 
@@ -190,6 +216,9 @@ es_status es_session_truncate(es_session *session, size_t length)
         session->length = length;
         if (session->ngram != NULL) {
             es_ngram_break(session->ngram, session->tokens, length);
+        }
+        if (session->grow != NULL) {
+            es_grow_forget(session->grow);
         }
     }
     return ES_OK;

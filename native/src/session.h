@@ -4,6 +4,7 @@
 
 #include <stdbool.h>
 
+#include "draft_grow.h"
 #include "draft_ngram.h"
 #include "edgespec.h"
 #include "plan.h"
@@ -16,6 +17,7 @@ struct es_session {
     int32_t kv_block;    /* 0, or KV rows a tree must not straddle a multiple of */
     es_draft_kind draft;
     es_tree_mode mode;
+    bool is_blind;       /* a head's children are ranked without looking at the noise */
     es_tree shape;       /* valid in ES_TREE_SHAPE */
     int32_t *eos;        /* (n_eos), owned */
     int32_t n_eos;
@@ -25,6 +27,8 @@ struct es_session {
     size_t length;
     uint64_t evicted;    /* tokens dropped in front: offset of the noise index */
     es_ngram *ngram;     /* owned; NULL without ES_DRAFT_NGRAM */
+    es_drafter *drafter; /* attached, the host's; NULL: none */
+    es_grow *grow;       /* owned; what is known of the drafter's guesses */
     es_plan plan;
 
     /* the reply in progress */

@@ -8,6 +8,7 @@
 
 #include <string.h>
 
+#include "drafter.h"
 #include "error.h"
 #include "tree.h"
 
@@ -143,6 +144,7 @@ void es_target_free(es_target *target)
         es_free(target->logits);
         es_free(target->taps);
         es_free(target->tapped);
+        es_free(target->kept);
         es_free(target);
     }
 }
@@ -243,6 +245,13 @@ static const int32_t all_rows[ES_MAX_ROWS] = {
     44, 45, 46, 47, 48, 49, 50, 51, 52, 53, 54, 55, 56, 57, 58, 59, 60, 61, 62, 63,
 };
 
+/* What was forwarded last, whose hidden states are in tapped. */
+static void note_rows(es_target *t, const int32_t *token, int32_t n)
+{
+    memcpy(t->token, token, (size_t)n * sizeof(*token));
+    t->tapped_rows = n;
+}
+
 static es_status forward(es_target *t, const es_tree *given, const int32_t *rows, int32_t n_rows,
                          float *logits)
 {
@@ -261,7 +270,7 @@ static es_status forward(es_target *t, const es_tree *given, const int32_t *rows
     es_batch batch = {.segment = &segment, .n_segments = 1, .rows = rows == NULL ? all_rows : rows,
                       .n_rows = rows == NULL ? tree.n : n_rows, .logits = logits};
     es_forward(&t->model->network, t->model->work, &batch);
-    t->tapped_rows = tree.n;
+    note_rows(t, tree.token, tree.n);
     return ES_OK;
 }
 
@@ -325,7 +334,7 @@ static es_status forward_many(es_target *const *target, const es_tree *const *gi
     es_model *model = target[0]->model;
     es_forward(&model->network, model->work, &batch);
     for (int32_t i = 0; i < n_targets; i++) {
-        target[i]->tapped_rows = segment[i].n;
+        note_rows(target[i], segment[i].token, segment[i].n);
     }
     return ES_OK;
 }
@@ -339,6 +348,25 @@ es_status es_target_forward_many(es_target *const *target, const es_tree *const 
     }
     enter(target[0]);
     return leave(target[0], forward_many(target, tree, n_targets, logits));
+}
+
+/* Commits rows of the last forward, and tells the drafter of them. */
+static es_status commit(es_target *t, const int32_t *rows, int32_t n)
+{
+    es_status status = es_kv_commit(t->kv, rows, n);
+    if (status != ES_OK || t->drafter == NULL) {
+        return status;
+    }
+    int32_t token[ES_MAX_ROWS];
+    size_t width = (size_t)t->n_taps * (size_t)t->model->network.shape.hidden;
+    for (int32_t i = 0; i < n; i++) {
+        token[i] = t->token[rows[i]];
+        if (width > 0) {
+            memcpy(t->kept + (size_t)i * width, t->tapped + (size_t)rows[i] * width,
+                   width * sizeof(*t->kept));
+        }
+    }
+    return es_drafter_append(t->drafter, token, t->kept, (size_t)n);
 }
 
 static es_status prefill(es_target *t, const int32_t *tokens, size_t n, float *logits)
@@ -360,8 +388,8 @@ static es_status prefill(es_target *t, const int32_t *tokens, size_t n, float *l
             es_batch batch = {.segment = &segment, .n_segments = 1, .rows = &last,
                               .n_rows = is_last ? 1 : 0, .logits = logits};
             es_forward(&t->model->network, t->model->work, &batch);
-            t->tapped_rows = rows;
-            status = es_kv_commit(t->kv, all_rows, rows);
+            note_rows(t, tokens, rows);
+            status = commit(t, all_rows, rows);
         }
         tokens += rows;
         n -= (size_t)rows;
@@ -378,13 +406,20 @@ es_status es_target_prefill(es_target *target, const int32_t *tokens, size_t n, 
 es_status es_target_commit(es_target *target, const int32_t *rows, int32_t n_rows)
 {
     enter(target);
-    return leave(target, es_kv_commit(target->kv, rows, n_rows));
+    return leave(target, commit(target, rows, n_rows));
+}
+
+static es_status truncate(es_target *t, int64_t length)
+{
+    es_status status = es_kv_truncate(t->kv, length);
+    return status != ES_OK || t->drafter == NULL ? status
+                                                 : es_drafter_truncate(t->drafter, length);
 }
 
 es_status es_target_truncate(es_target *target, int64_t length)
 {
     enter(target);
-    return leave(target, es_kv_truncate(target->kv, length));
+    return leave(target, truncate(target, length));
 }
 
 /* ---- taps -------------------------------------------------------------------------------- */
@@ -425,7 +460,9 @@ static es_status set_taps(es_target *t, const int32_t *ids, int32_t n)
 es_status es_target_set_taps(es_target *target, const int32_t *ids, int32_t n_ids)
 {
     enter(target);
-    return leave(target, set_taps(target, ids, n_ids));
+    return leave(target, target->drafter == NULL
+                             ? set_taps(target, ids, n_ids)
+                             : es_fail(ES_ERR_STATE, "taps: the attached drafter chose them"));
 }
 
 static es_status read_taps(const es_target *t, int32_t n_rows, float *out)
@@ -447,4 +484,54 @@ es_status es_target_read_taps(const es_target *target, int32_t n_rows, float *ou
 {
     enter(target);
     return leave(target, read_taps(target, n_rows, out));
+}
+
+/* ---- the draft head ---------------------------------------------------------------------- */
+
+static es_status check_drafter(const es_target *t, const es_drafter *drafter)
+{
+    if (drafter->head->target != t->model) {
+        return es_fail(ES_ERR_ARGUMENT, "attach: the drafter's head was opened for another model "
+                       "than the target's");
+    }
+    int64_t told = es_drafter_length(drafter), length = es_kv_length(t->kv);
+    if (told != length) {
+        return es_fail(ES_ERR_STATE, "attach: expected a drafter that was told of the target's "
+                       "%lld positions, got %lld", (long long)length, (long long)told);
+    }
+    return ES_OK;
+}
+
+static es_status attach(es_target *t, es_drafter *drafter)
+{
+    es_head_info info = {0};
+    float *kept = NULL;
+    if (drafter != NULL) {
+        es_status status = check_drafter(t, drafter);
+        if (status != ES_OK) {
+            return status;
+        }
+        info = drafter->head->info;
+        size_t width = (size_t)info.n_taps * (size_t)t->model->network.shape.hidden;
+        kept = es_calloc((size_t)ES_MAX_ROWS * width + 1, sizeof(*kept)); /* never of size 0 */
+        if (kept == NULL) {
+            return es_fail(ES_ERR_MEMORY, "attach: no memory for %d hidden states",
+                           (int)info.n_taps);
+        }
+    }
+    es_status status = set_taps(t, info.taps, info.n_taps);
+    if (status != ES_OK) {
+        es_free(kept);
+        return status;
+    }
+    es_free(t->kept);
+    t->kept = kept;
+    t->drafter = drafter;
+    return ES_OK;
+}
+
+es_status es_target_attach(es_target *target, es_drafter *drafter)
+{
+    enter(target);
+    return leave(target, attach(target, drafter));
 }

@@ -21,6 +21,9 @@ struct es_target {
     int32_t n_taps;
     int32_t tapped_rows;         /* of the last forward; 0: there was none since the taps were set */
     float *tapped;               /* (ES_MAX_ROWS, n_taps, hidden) */
+    es_drafter *drafter;         /* kept in step, the host's; NULL: none */
+    int32_t token[ES_MAX_ROWS];  /* of the rows forwarded last, for the drafter */
+    float *kept;                 /* (ES_MAX_ROWS, n_taps, hidden) rows on their way to it */
 };
 
 #endif
