@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,7 +40,7 @@ from edgespec.version import __version__
 if TYPE_CHECKING:
     from edgespec.bundle import Model
     from edgespec.drafts.head import HeadDraft
-    from edgespec.targets.base import Target
+    from edgespec.targets.base import RoundTarget, Target
     from edgespec.targets.llamacpp import LlamaCppTarget
     from edgespec.verification import Prompt
 
@@ -156,6 +156,8 @@ def open_backends(
 
 def close(opened: Sequence[Opened]) -> None:
     for backend in opened:
+        if backend.heads:
+            cast("RoundTarget", backend.session.target).attach(None)
         for head in backend.heads.values():
             head.close()
         backend.session.close()

@@ -33,9 +33,10 @@ class Row:
     itl_ms_p50: float | None  # between pieces of text
     itl_ms_p95: float | None
     # Of a round, medians over pairs of replies: drafting in plain tokens, and its
-    # forward in plain ones. tokens_per_round / (their sum) is what could be gained.
+    # forward in plain ones.
     draft_share: float | None
     forward_ratio: float | None
+    ratio_possible: float | None  # tokens_per_round / (their sum)
     extra_memory_mb: float | None  # beside plain's on the same backend
     identical: bool  # every reply is plain's first one on this backend
     prompts: int
@@ -158,6 +159,14 @@ def _row(results: Results, index: int, prompts: Sequence[int], pick: Pick) -> Ro
     ratio = _ratio(plain, own, pick, arm.by_clock, arm.by_clock)
     ends = [sample.marks[-1] for sample in samples]
     accepted = sum(end.accepted for end in ends)
+    tokens_per_round = _share(
+        sum(end.tokens for end in ends), sum(sample.rounds for sample in samples)
+    )
+    draft_share = _relative(plain, own, pick, lambda mark: mark.draft_s)
+    forward_ratio = _relative(plain, own, pick, lambda mark: mark.forward_s)
+    possible = None
+    if draft_share is not None and forward_ratio:
+        possible = tokens_per_round / (draft_share + forward_ratio)
     gaps = [gap for sample in samples for gap in sample.gaps_s]
     return Row(
         method=arm.method,
@@ -167,16 +176,15 @@ def _row(results: Results, index: int, prompts: Sequence[int], pick: Pick) -> Ro
         ratio_vs_plain=ratio.middle,
         ratio_low=ratio.low,
         ratio_high=ratio.high,
-        tokens_per_round=_share(
-            sum(end.tokens for end in ends), sum(sample.rounds for sample in samples)
-        ),
+        tokens_per_round=tokens_per_round,
         acceptance=_share(accepted, sum(end.depth for end in ends)),
         node_yield=_share(accepted, sum(end.drafted for end in ends)),
         ttft_ms=1e3 * (_median([sample.ttft_s for sample in samples]) or 0.0),
         itl_ms_p50=_percentile_ms(gaps, 50),
         itl_ms_p95=_percentile_ms(gaps, 95),
-        draft_share=_relative(plain, own, pick, lambda mark: mark.draft_s),
-        forward_ratio=_relative(plain, own, pick, lambda mark: mark.forward_s),
+        draft_share=draft_share,
+        forward_ratio=forward_ratio,
+        ratio_possible=possible,
         extra_memory_mb=results.extra_mb[index],
         identical=all(
             sample.tokens == expected[0].tokens

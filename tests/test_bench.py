@@ -20,7 +20,7 @@ ALWAYS = Speculation(tree="chain:3")  # whatever the clock says of its worth
 FIELDS = """
 method backend tree tokens_per_s ratio_vs_plain ratio_low ratio_high
 tokens_per_round acceptance node_yield ttft_ms itl_ms_p50 itl_ms_p95 draft_share
-forward_ratio extra_memory_mb identical prompts tokens"""
+forward_ratio ratio_possible extra_memory_mb identical prompts tokens"""
 
 
 def make_arms(**target) -> list[Arm]:
@@ -178,6 +178,7 @@ def test_drafts_are_weighed_in_forwards_of_plain() -> None:
     assert drafted.tree == "chain:3"
     assert drafted.draft_share == pytest.approx(0.25)  # of 0.25, 0.125 and 0.5
     assert drafted.forward_ratio == pytest.approx(1.5)  # of 1.5, 0.75 and 2
+    assert drafted.ratio_possible == pytest.approx(1 / 1.75)
 
 
 def test_a_library_is_timed_by_its_own_clock_where_it_decodes_plainly() -> None:

@@ -249,7 +249,7 @@ def command(
         found.draw(
             f"{about['model']}, {about['threads']} threads, {about['cpu']}", plot
         )
-    if (said := bench_tables.warning(about)) is not None:
+    if not is_acceptance and (said := bench_tables.warning(about)) is not None:
         note(said)
     if not found.is_complete:
         note("edgespec: interrupted; these are the figures so far")

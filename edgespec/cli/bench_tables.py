@@ -20,8 +20,9 @@ tok/s is the median over replies, of decoding alone. Plain llamacpp and lookup a
 by llama.cpp's own decode call (and the lookup); all else by the whole loop from Python.
 Ratios are medians over pairs of replies, with 95 % intervals. accepted: of the drafted
 depth, of rows: of all drafted rows. draft: its time in a round, in forwards of plain;
-forward: the round's own. first ms: until the first token; gap: ms between
-pieces of text; MB: beside plain; identical: to plain on the same backend."""
+forward: the round's own; possible: the ratio if nothing else took time. first ms: until
+the first token; gap: ms between pieces of text; MB: beside plain; identical: to
+plain on the same backend."""
 
 COST_LEGEND = """\
 x llamacpp: times faster than llama.cpp with whichever of its attentions is better,
@@ -160,6 +161,7 @@ def _arm_table(
         "of rows",
         "draft",
         "forward",
+        "possible",
         "first ms",
         "gap p50",
         "p95",
@@ -173,6 +175,7 @@ def _arm_table(
             f"{row.node_yield:.0%}",
             _number(row.draft_share, ".2f"),
             _number(row.forward_ratio, ".2f"),
+            _number(row.ratio_possible, ".2f"),
             f"{row.ttft_ms:.0f}",
             _number(row.itl_ms_p50, ".2f"),
             _number(row.itl_ms_p95, ".2f"),

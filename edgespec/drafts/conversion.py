@@ -32,7 +32,8 @@ KEY_DIGITS = 12
 HEADS = {"eagle3": "eagle", "edgespec-eagle": "eagle", "edgespec-medusa": "medusa"}
 TAPS = "edgespec.head.taps"
 SMALL = 1_000_000  # weights of a head, up to which 8 bits would save nothing
-_READ = (".safetensors", ".bin", ".pt", ".pth", ".json", ".gguf", ".model")
+_PICKLES = (".bin", ".pt", ".pth")  # not read where there are .safetensors
+_READ = (".safetensors", ".json", ".gguf", ".model", *_PICKLES)
 
 
 def as_gguf(
@@ -157,6 +158,8 @@ def _key(path: Path, target: Path, progress: Progress) -> str:
     """Digest of a draft's files, of which target it is for, and of the exporter."""
     if path.is_dir():
         files = sorted(file for file in path.iterdir() if file.suffix in _READ)
+        if any(file.suffix == ".safetensors" for file in files):
+            files = [file for file in files if file.suffix not in _PICKLES]
     else:
         files = [path, *(f for f in [path.with_name("config.json")] if f.is_file())]
     if not files:
