@@ -51,6 +51,9 @@ class Case:
     draft: str
     tree: str
     temperature: float
+    # Of a head's tokens when sampling: by probability and the noise of the draw, as
+    # sessions do it, or by probability alone, to see what the noise is worth.
+    is_blind: bool = False
 
 
 @dataclass(slots=True)
@@ -145,9 +148,12 @@ def measure(
                 reply = _Reply(session, prompt, temperature, max_tokens, taps)
                 n_tokens += len(reply.tokens)
                 for draft in drafts:
-                    for tree in trees:
-                        case = Case(draft.option, tree, temperature)
-                        results.append((case, reply.judge(draft, tree)))
+                    is_alone = not parse_draft(draft.option).with_ngrams
+                    for is_blind in (False, True)[: 1 + (temperature > 0 and is_alone)]:
+                        for tree in trees:
+                            case = Case(draft.option, tree, temperature, is_blind)
+                            tally = reply.judge(draft, tree, is_blind=is_blind)
+                            results.append((case, tally))
                 done += 1
                 progress("acceptance", done, total)
             found.tokens += n_tokens
@@ -199,10 +205,10 @@ class _Reply:
         self._max_tokens = max_tokens
         self._logits = np.zeros((MAX_ROWS, target.vocab), np.float32)
 
-    def judge(self, draft: Draft, tree: str) -> Tally:
+    def judge(self, draft: Draft, tree: str, *, is_blind: bool) -> Tally:
         """The rounds of one draft and tree along the reply."""
         head, tally = draft.head, Tally(prompts=1)
-        core = self._core(draft.option, tree)
+        core = self._core(draft.option, tree, is_blind=is_blind)
         try:
             core.append(self._prompt)
             core.begin_generation(self._params, self._max_tokens)
@@ -225,7 +231,7 @@ class _Reply:
         tally.cut = rounds_before_loop(self.tokens, tally.rounds)
         return tally
 
-    def _core(self, option: str, tree: str) -> NativeSession:
+    def _core(self, option: str, tree: str, *, is_blind: bool) -> NativeSession:
         shape, best = read_shape(tree), best_rows(tree)
         return NativeSession(
             self._logits.shape[1],
@@ -234,6 +240,7 @@ class _Reply:
             draft=parse_draft(option).core,
             tree="best" if shape is None else shape,
             rows=best or MAX_ROWS,
+            blind_ranks=is_blind,
         )
 
     def _finish(self, core: NativeSession, tree: Tree) -> Round:

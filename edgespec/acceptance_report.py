@@ -25,6 +25,7 @@ class Row:
     draft: str
     tree: str
     temperature: float
+    is_blind: bool  # ranked by probability alone
     subtask: str | None  # None: all prompts
     prompts: int
     rounds: int
@@ -111,6 +112,7 @@ def _row(case: Case, subtask: str | None, tally: Tally) -> Row:
         draft=case.draft,
         tree=case.tree,
         temperature=case.temperature,
+        is_blind=case.is_blind,
         subtask=subtask,
         prompts=tally.prompts,
         rounds=len(tally.rounds),

@@ -235,6 +235,8 @@ class Engine:
     def close(self) -> None:
         self._free_cores()
         if self.head is not None:
+            if self.target.capabilities.rounds:
+                cast("RoundTarget", self.target).attach(None)
             self.head.close()
         self.target.close()
 

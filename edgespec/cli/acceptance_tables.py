@@ -12,7 +12,8 @@ DEPTHS, RANKS = 6, 3  # of each, what the table shows; JSON has all
 LEGEND = """\
 best:N are the N best rows a draft offers every round, chain:K is K tokens in a row;
 rows count the root. By depth: of the rounds whose accepted path came to a row with
-children there. Nothing is timed here."""
+children there. Blind: ranked by the head's probabilities alone; else, when sampling,
+also by the noise of the draw. Nothing is timed here."""
 
 
 def acceptances(found: Found) -> list[str]:
@@ -45,8 +46,13 @@ def _trees(group: Sequence[Row], figure: str) -> list[str]:
     trees = list(dict.fromkeys(row.tree for row in group))
     cells: dict[str, list[str]] = {}
     for row in group:
-        cells.setdefault(row.draft, [row.draft]).append(f"{getattr(row, figure):.2f}")
+        name = _name(row)
+        cells.setdefault(name, [name]).append(f"{getattr(row, figure):.2f}")
     return table(["draft", *trees], list(cells.values()))
+
+
+def _name(row: Row) -> str:
+    return f"{row.draft}, blind" if row.is_blind else row.draft
 
 
 def _depths(group: Sequence[Row]) -> list[str]:
@@ -56,7 +62,7 @@ def _depths(group: Sequence[Row]) -> list[str]:
             f"{depth.accepted:.0%} ({_ranks(depth.by_rank)})"
             for depth in row.by_depth[:DEPTHS]
         ]
-        cells.append([row.draft, *shown, *["-"] * (DEPTHS - len(shown))])
+        cells.append([_name(row), *shown, *["-"] * (DEPTHS - len(shown))])
     return table(["draft", *map(str, range(1, DEPTHS + 1))], cells)
 
 
@@ -72,7 +78,7 @@ def _groups(
     for name in names:
         for row in rows(found, subtask=name):
             if (row.tree, row.temperature) == (tree, temperature):
-                line = cells.setdefault(row.draft, [row.draft])
+                line = cells.setdefault(_name(row), [_name(row)])
                 line.append(f"{row.tokens_per_round:.2f}")
     return table(["draft", *names], list(cells.values()))
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec._native.head import NativeDrafter, NativeHead
+from edgespec._native import NativeDrafter, NativeHead
 
 if TYPE_CHECKING:
     from edgespec._native import NativeModel, NativeSession, NativeTargetState
