@@ -33,6 +33,17 @@ def pruned(target: WeightSet, layers: Sequence[int]) -> WeightSet:
     return replace(target, config=config, tensors=tensors, gguf_metadata=metadata)
 
 
+def renamed(weights: WeightSet, token: int, word: str) -> WeightSet:
+    """The same model, one token of which has another name."""
+    made = pruned(weights, range(weights.config.n_layers))
+    key = "tokenizer.ggml.tokens"
+    assert isinstance(made.gguf_metadata, Metadata)
+    words = list(made.gguf_metadata[key])
+    words[token] = word
+    made.gguf_metadata.put(key, words, *made.gguf_metadata.types[key])
+    return made
+
+
 def whole(target: WeightSet, layers: Sequence[int], path: Path) -> Path:
     """The model of these layers with everything in it."""
     gguf_file.write(pruned(target, layers), None, path)
