@@ -31,7 +31,7 @@ def command(
             "--head",
             metavar="KIND",
             help="eagle3, medusa, or pruned:LAYERS, a draft model of these layers of "
-            "the target, such as pruned:0,29.",
+            "the target, such as pruned:0,1.",
         ),
     ],
     out: Annotated[
