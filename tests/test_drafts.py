@@ -319,17 +319,18 @@ def test_a_gguf_is_used_where_it_lies(
     assert as_gguf(tmp_path, bundle, choice) == path  # a directory of nothing else
 
 
-def test_a_gguf_of_llama_cpp_is_converted(
+def test_a_gguf_of_llama_cpp_is_used_where_it_lies(
     target: Path, tmp_path: Path, edgespec_home: Path
 ) -> None:
-    """Its layer ids may mean either side of a layer: the reader decides."""
     path = llama_file(
         tmp_path / "theirs.gguf",
-        lambda w: w.add_array("eagle3.target_layers", [2, 4, 5]),
+        lambda w: w.add_array("eagle3.target_layers", [1, 3, 4]),
     )
-    made = as_gguf(path, read_gguf_model(target), parse_draft(f"eagle:{path}"))
-    assert made.parent == edgespec_home / "heads"
-    assert open_gguf(made).metadata["edgespec.head.taps"] == list(tiny.TAPS)
+    with load(target, speculation=Speculation(f"eagle:{path}")) as session:
+        assert session.engine.head is not None
+        assert session.engine.head.path == path
+        assert session.engine.head.info.taps == tiny.TAPS
+    assert not (edgespec_home / "heads").exists()
 
 
 def test_another_kind_than_said_is_refused(

@@ -108,6 +108,30 @@ def test_the_text_is_the_same_with_every_draft(
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize(
+    ("runtime", "tokens"),
+    [
+        (Runtime(threads=1, window=40), 600),  # beyond the model's 512 positions
+        (Runtime(threads=1, kv="int8"), 40),
+        (Runtime(threads=1, context=80), None),  # until it is full
+    ],
+)
+def test_windows_and_narrow_caches_change_nothing(
+    bundle: Bundle, runtime: Runtime, tokens: int | None, temperature: float
+) -> None:
+    said = []
+    for draft in ("none", "eagle", "medusa+ngram", "model"):
+        speculation = Speculation(draft, tree="best:6")
+        with open_session(bundle, runtime=runtime, speculation=speculation) as session:
+            endless = dict.fromkeys(session.engine.eos, -1e4)
+            sampling = Sampling(temperature=temperature, seed=5, logit_bias=endless)
+            reply = session.complete(TEXT, sampling=sampling, stopping=Stopping(tokens))
+            said.append((reply.tokens, reply.finish_reason))
+    assert said[1:] == said[:1] * 3
+    assert len(said[0][0]) == (tokens or len(said[0][0]))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_heads_accept_along_a_reply_what_they_do_in_real_rounds(
     bundle: Bundle, temperature: float
 ) -> None:

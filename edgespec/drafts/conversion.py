@@ -30,7 +30,6 @@ from edgespec.progress import Progress, silent
 KEY_DIGITS = 12
 # By general.architecture of a GGUF, the --draft word; every other one is a model's.
 HEADS = {"eagle3": "eagle", "edgespec-eagle": "eagle", "edgespec-medusa": "medusa"}
-TAPS = "edgespec.head.taps"
 SMALL = 1_000_000  # weights of a head, up to which 8 bits would save nothing
 _PICKLES = (".bin", ".pt", ".pth")  # not read where there are .safetensors
 _READ = (".safetensors", ".json", ".gguf", ".model", *_PICKLES)
@@ -51,12 +50,7 @@ def as_gguf(
     file = _sole_gguf(path)
     if file is None:
         return _converted(path, bundle, choice, progress)
-    metadata = open_gguf(file).metadata
-    arch = str(metadata.get("general.architecture"))
-    _check_word(path, HEADS.get(arch, "model"), choice)
-    if arch == "eagle3" and TAPS not in metadata:
-        # Of llama.cpp: what its layer ids mean is for the reader to find out.
-        return _converted(file, bundle, choice, progress)
+    _check_word(path, _word(file), choice)
     return file
 
 
@@ -68,6 +62,12 @@ def _sole_gguf(path: Path) -> Path | None:
         return ggufs[0] if is_sole else None
     with path.open("rb") as file:
         return path if file.read(4) == b"GGUF" else None
+
+
+def _word(file: Path) -> str:
+    """What --draft calls the kind of a GGUF."""
+    arch = open_gguf(file).metadata.get("general.architecture")
+    return HEADS.get(str(arch), "model")
 
 
 def _check_word(path: Path, word: str, choice: Choice) -> None:
@@ -106,8 +106,7 @@ def _converted(
                 for other in place.parent.glob(pattern):
                     if other != place:
                         other.unlink(missing_ok=True)
-    arch = open_gguf(place).metadata.get("general.architecture")
-    _check_word(path, HEADS.get(str(arch), "model"), choice)
+    _check_word(path, _word(place), choice)
     return place
 
 
