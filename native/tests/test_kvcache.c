@@ -119,6 +119,26 @@ static es_status append_rows(world *w, const int32_t *parent, int32_t n)
     return status;
 }
 
+/* n rows more behind the open ones. */
+static es_status extend_rows(world *w, const int32_t *parent, int32_t n)
+{
+    es_status status = es_kv_extend(w->kv, parent, n);
+    for (int32_t i = 0; i < w->n_open && status == ES_OK && !w->has_mask; i++) {
+        w->mask[i] = UINT64_MAX >> (63 - i);
+    }
+    for (int32_t i = 0; i < n && status == ES_OK; i++) {
+        int32_t row = w->n_open++;
+        w->has_mask = true;
+        w->token[row] = w->next_token++;
+        w->depth[row] = parent[i] < 0 ? 0 : w->depth[parent[i]] + 1;
+        w->mask[row] = (parent[i] < 0 ? 0 : w->mask[parent[i]]) | UINT64_C(1) << row;
+    }
+    if (status == ES_OK) {
+        store_rows(w);
+    }
+    return status;
+}
+
 static bool is_ancestor(const world *w, int32_t row, int32_t of)
 {
     return w->has_mask ? (w->mask[of] >> row & 1) != 0 : row <= of;
@@ -417,6 +437,69 @@ static void test_c05_scattered_path(void)
     }
 }
 
+/* Levels behind committed rows, behind chains and behind trees; then a commit, or none of it. */
+static void test_levels(void)
+{
+    static const uint8_t *const windowed[3] = {NULL, middle_windowed, all_windowed};
+    int32_t parent[ES_MAX_ROWS], path[ES_MAX_ROWS];
+    for (int32_t c = 0; c < 6; c++) {
+        world w;
+        open_world(&w, shape_of(c < 3 ? 32 : 80, windowed[c % 3], (es_kv_format)(c % 2)), best(), 4);
+        for (int32_t round = 0; round < 6; round++) {
+            if (w.length > 90) {
+                CHECK(es_kv_truncate(w.kv, 0) == ES_OK);
+                w.length = 0;
+            }
+            CHECK(append_rows(&w, NULL, 1 + random_below(40)) == ES_OK);
+            commit_chain(&w, w.n_open);
+            if (round % 3 > 0) {
+                random_parents(5, parent);
+                CHECK(append_rows(&w, round % 3 == 1 ? NULL : parent, 5) == ES_OK);
+            }
+            while (w.n_open < ES_MAX_ROWS - 8) {
+                int32_t n = 1 + random_below(8);
+                for (int32_t i = 0; i < n; i++) {
+                    parent[i] = random_below(w.n_open + i + 1) - 1;
+                }
+                if (random_below(3) == 0) { /* one more of a chain */
+                    n = 1;
+                    parent[0] = w.n_open - 1;
+                }
+                CHECK(extend_rows(&w, parent, n) == ES_OK);
+                check_world(&w, 5);
+            }
+            parent[0] = w.n_open;
+            CHECK(es_kv_extend(w.kv, parent, 1) == ES_ERR_ARGUMENT);
+            parent[0] = -2;
+            CHECK(es_kv_extend(w.kv, parent, 1) == ES_ERR_ARGUMENT);
+            CHECK(es_kv_extend(w.kv, path, ES_MAX_ROWS - w.n_open + 1) == ES_ERR_ARGUMENT);
+            CHECK(es_kv_extend(w.kv, path, 0) == ES_ERR_ARGUMENT);
+            check_world(&w, 9);
+            if (round % 2 == 0) {
+                commit_rows(&w, path, random_path(&w, path));
+            } else {
+                es_kv_rollback(w.kv);
+                w.n_open = 0;
+            }
+        }
+        close_world(&w);
+    }
+    /* No slot is left: nothing changes. */
+    world w;
+    open_world(&w, shape_of(32, NULL, ES_KV_FORMAT_F16), best(), 2);
+    for (int32_t i = 0; i < 3; i++) {
+        CHECK(append_rows(&w, NULL, 76) == ES_OK);
+        commit_chain(&w, 76);
+    }
+    static const int32_t roots[3] = {-1, -1, -1};
+    CHECK(extend_rows(&w, roots, 3) == ES_ERR_CONTEXT);
+    CHECK(extend_rows(&w, roots, 2) == ES_OK);
+    check_world(&w, 1);
+    CHECK(extend_rows(&w, roots, 1) == ES_ERR_CONTEXT);
+    check_world(&w, 1);
+    close_world(&w);
+}
+
 /* Trees of every size that the kernels carry differently. */
 static void test_batch_sizes(void)
 {
@@ -656,6 +739,7 @@ int main(void)
 {
     test_c02_every_offset_and_size();
     test_c05_scattered_path();
+    test_levels();
     test_batch_sizes();
     test_chunks_of_every_size();
     test_many_columns_and_heads();
