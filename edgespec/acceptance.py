@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec._native import DRAFT, PREFILL, NativeSession, Round, SampleParams
+from edgespec._native import DRAFT, PREFILL, NativeSession, Round
 from edgespec.config import Sampling, Stopping
 from edgespec.drafts import parse_draft
 from edgespec.errors import UsageError
@@ -189,9 +189,10 @@ class _Reply:
     ) -> None:
         target = session.target
         assert isinstance(target, NativeTarget)
+        sampling = Sampling(temperature=temperature, seed=SEED)
         reply = session.complete(
             list(prompt),
-            sampling=Sampling(temperature=temperature, seed=SEED),
+            sampling=sampling,
             stopping=Stopping(max_tokens=max_tokens),
         )
         self.tokens = reply.tokens
@@ -201,7 +202,7 @@ class _Reply:
         self._states = target.hidden_states(self._script, taps) if taps else None
         self._eos = session.engine.eos
         self._context = target.context
-        self._params = SampleParams(temperature=temperature, seed=SEED)
+        self._params = session.sample_params(sampling)
         self._max_tokens = max_tokens
         self._logits = np.zeros((MAX_ROWS, target.vocab), np.float32)
 

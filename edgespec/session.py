@@ -311,7 +311,7 @@ class Session:
         is_seeded = sampling.seed is not None
         request = Request(
             prompt=ids,
-            params=self._sample_params(sampling),
+            params=self.sample_params(sampling),
             max_new=self._max_new(stopping),
             logprobs=logprobs,
             is_repeatable=is_seeded and not self.target.capabilities.row_invariant,
@@ -355,7 +355,8 @@ class Session:
             raise UsageError(f"max_tokens: expected 0 or more, got {wanted}")
         return UNLIMITED if wanted is None else wanted
 
-    def _sample_params(self, sampling: Sampling) -> SampleParams:
+    def sample_params(self, sampling: Sampling) -> SampleParams:
+        """The sampling with every default resolved; UsageError for what cannot be."""
         check_sampling(sampling)
         for token in sampling.logit_bias:
             if not 0 <= token < self.target.vocab:
