@@ -59,7 +59,7 @@ def check(tree, *, rows=64) -> None:
     assert len(ranks) == len(tokens) == tree.n - 1
 
 
-def chances(logits, shift=-0.3, slope=0.9):
+def chances(logits, shift=-0.4, slope=0.9):
     """Of each token, before anything was learned."""
     u = np.exp(logits - logits.max())
     u = np.clip(u / u.sum(), 1e-5, 0.9999)
@@ -268,13 +268,20 @@ def test_ranks_reach_far_into_a_large_vocabulary() -> None:
     assert tree.n == 64
 
 
-def test_a_level_wider_than_the_net_keeps_its_best() -> None:
-    parent = [-1] + [0] * 12 + list(range(1, 13))
-    rank = [0, *range(12)] + [0] * 12
-    tree = grown(random_head(2, 50), 50).shape(parent, rank)
+@pytest.mark.parametrize("width", [1, 3, 8])
+def test_a_level_wider_than_the_net_takes_several_passes(width: int) -> None:
+    says = random_head(2, 50)
+    parent = [-1] + [0] * 12 + list(range(1, 13)) + list(range(13, 25))
+    rank = [0, *range(12)] + [0] * 24
+    grow = grown(says, 50, width=width)
+    tree = grow.shape(parent, rank)
     check(tree)
-    assert list(tree.depth[: tree.n]) == [0] + [1] * 12 + [2] * 8
-    assert list(tree.parent[13:21]) == list(range(1, 9))
+    assert list(tree.parent[: tree.n]) == parent
+    assert grow.passes == 1 + 2 * -(-12 // width)
+    for row in (24, 36):
+        above = [t for t in range(row) if tree.mask[row] >> t & 1]
+        path = [tree.token[t] for t in above]
+        assert tree.token[row] == says(path).argmax()
 
 
 def test_a_whole_medusa_tree_is_filled_in_three_levels() -> None:
@@ -318,6 +325,25 @@ def test_children_rank_by_the_noise_that_will_decide(index: int) -> None:
     assert tree.token[6] == third[0]
     best = grow.best(rows=9, params=SAMPLED, index=index)
     assert best.token[1] == first[0]
+
+
+@pytest.mark.parametrize(
+    "filters",
+    [{"top_k": 2}, {"top_p": 0.6}, {"min_p": 0.5}],
+    ids=lambda f: next(iter(f)),
+)
+def test_noise_lifts_nothing_the_targets_filters_will_cut(filters) -> None:
+    """Of three likely tokens two come first, whatever the noise; the others follow."""
+    row = np.log(np.array([0.4, 0.35, 0.17, 0.05, 0.02, 0.009, 0.001], np.float32))
+    star = ([-1, 0, 0, 0], [0, 0, 1, 2])
+    params = SampleParams(temperature=1.0, seed=3, **filters)
+    for index in range(40):
+        tree = grown(lambda path: row).shape(*star, params=params, index=index)
+        order = drawn(row, index, params)
+        first = [t for t in order if t < 2]
+        assert tree.n == 4
+        if row[first[1]] + noise(3, index, first[1]) > row[2] - 1:
+            assert list(tree.token[1:4]) == [*first, 2]
 
 
 def test_blind_ranks_leave_the_noise_out() -> None:

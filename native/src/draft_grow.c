@@ -17,8 +17,8 @@
  *
  * At temperature 0, u is the softmax of its logits. Above, verification draws y by Gumbel-max with
  * noise that is known beforehand: y maximises log p(t) + noise(t). So children are ranked by
- * log q(t) + noise(t) with the very same noise, and u is the softmax of those values: were the
- * target's log p scattered around log q by Gumbel noise of scale 1 it would be the chance to win.
+ * log q(t) + noise(t) with the very same noise, and u is the softmax of these values times SHARP: a
+ * wider spread of log p around log q than its own noise has leaves less certain who wins.
  */
 enum {
     KIDS = 12,         /* children kept per node, at most */
@@ -29,8 +29,9 @@ enum {
     LANES = 16,
 };
 
-static const float SLOPE[2] = {0.9f, 0.9f};   /* greedy, sampled */
-static const float SHIFT[2] = {-0.3f, -0.3f};
+static const float SHARP = 0.5f;              /* measured with an EAGLE-3 head, as are ... */
+static const double NO_LUCK = -1.0;           /* noise that is seldom less */
+static const float SLOPE = 0.9f, SHIFT = -0.4f;
 static const float HIT = 0.5f;                /* chance of the best child, before any was seen */
 static const float RATE_SHIFT = 0.05f, RATE_SLOPE = 0.005f, RATE_HIT = 0.05f;
 static const float MAX_SHIFT = 3.0f, MIN_SLOPE = 0.2f, MAX_SLOPE = 2.0f;
@@ -97,8 +98,8 @@ es_status es_grow_new(const es_draft_net *net, es_grow **out)
     for (int32_t mode = 0; mode < 2; mode++) {
         calibration *c = &g->learned[mode];
         for (int32_t d = 0; d < N_DEPTHS; d++) {
-            c->shift[d] = SHIFT[mode];
-            c->slope[d] = SLOPE[mode];
+            c->shift[d] = SHIFT;
+            c->slope[d] = SLOPE;
             c->hit[d] = HIT;
         }
     }
@@ -261,17 +262,35 @@ static int32_t token_of(const es_grow *g, int32_t id)
     return g->net->ids == NULL ? id : g->net->ids[id];
 }
 
-/* Replaces the values of the contenders, log q less a constant, by log q + noise, best first, keeps
-   `most`, and returns the sum of exp(value - the best value) over all tokens; those that do not
-   contend, `rest` in mass, as one of median luck. */
+/* How many of the contenders, log q less that of the best, best first, the target's filters would
+   leave if they were applied to q; sum: the mass of all tokens. */
+static int32_t filtered(const es_sampling *sampling, const choice *best, int32_t n, float sum)
+{
+    int32_t kept = sampling->top_k > 0 && sampling->top_k < n ? sampling->top_k : n;
+    float mass = 0.0f, least = sampling->min_p;
+    for (int32_t i = 0; i < kept; i++) {
+        float weight = (float)es_exp((double)best[i].value);
+        if (mass >= sampling->top_p * sum || weight < least) {
+            return i;
+        }
+        mass += weight;
+    }
+    return kept;
+}
+
+/* Replaces the values of the contenders, log q less a constant, by (log q + noise) * SHARP, best
+   first, keeps `most`, and returns the sum of exp(value - the best value) over all tokens; those
+   that do not contend, `rest` in mass, as one of median luck. The target's filters see p, not q, so
+   what they would cut of q, from n_left on, has a chance still, if no luck. */
 static float add_noise(const es_grow *g, const es_grow_request *r, int32_t depth, choice *best,
-                       int32_t *n, int32_t most, float rest)
+                       int32_t *n, int32_t n_left, int32_t most, float rest)
 {
     choice noisy[ES_MAX_ROWS];
     uint64_t index = r->index + (uint64_t)depth;
     for (int32_t i = 0; i < *n; i++) {
-        double noise = es_noise(r->sampling->seed, index, token_of(g, best[i].id));
-        noisy[i] = (choice){best[i].value + (float)noise, best[i].id};
+        double noise = i < n_left ? es_noise(r->sampling->seed, index, token_of(g, best[i].id))
+                                  : NO_LUCK;
+        noisy[i] = (choice){(best[i].value + (float)noise) * SHARP, best[i].id};
     }
     int32_t n_all = *n, kept = 0;
     for (int32_t i = 0; i < n_all; i++) {
@@ -283,7 +302,8 @@ static float add_noise(const es_grow *g, const es_grow_request *r, int32_t depth
         sum += (float)es_exp((double)(noisy[i].value - top));
     }
     if (rest > 0.0f) {
-        double value = es_log((double)rest) + 0.3665 - (double)top; /* -log(log 2) */
+        double luck = 0.3665; /* -log(log 2) */
+        double value = (es_log((double)rest) + luck) * (double)SHARP - (double)top;
         sum += (float)es_exp(value < 0.0 ? value : 0.0);
     }
     return sum;
@@ -326,7 +346,8 @@ static int32_t rank_children(es_grow *g, const es_grow_request *r, const float *
     rest = rest > 1e-6f ? rest : 0.0f;
     sum += rest;
     if (is_noisy) {
-        sum = add_noise(g, r, depth, best, &n, most, rest);
+        int32_t n_left = filtered(r->sampling, best, n, sum);
+        sum = add_noise(g, r, depth, best, &n, n_left, most, n_left < n ? 0.0f : rest);
     }
     float top = is_noisy ? best[0].value : 0.0f;
     for (int32_t i = 0; i < n; i++) {
@@ -597,10 +618,13 @@ es_status es_grow_shape(es_grow *g, const es_grow_request *r, const es_tree *sha
         if (n == 0) {
             break;
         }
-        n = narrow(g, front, n);
-        status = expand(g, front, n, &logits);
-        for (int32_t i = 0; status == ES_OK && i < n; i++) {
-            fill_children(g, r, shape, front[i], logits + (size_t)i * (size_t)g->net->vocab);
+        for (int32_t at = 0; status == ES_OK && at < n; at += g->net->width) {
+            int32_t some = n - at < g->net->width ? n - at : g->net->width;
+            status = expand(g, front + at, some, &logits);
+            for (int32_t i = 0; status == ES_OK && i < some; i++) {
+                fill_children(g, r, shape, front[at + i],
+                              logits + (size_t)i * (size_t)g->net->vocab);
+            }
         }
     }
     g->net->end(g->net->self);

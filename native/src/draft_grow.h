@@ -41,9 +41,9 @@ void es_grow_free(es_grow *grow);                               /* NULL is a no-
 es_status es_grow_best(es_grow *grow, const es_grow_request *request, es_tree *tree);
 
 /* Fills the derived tree `shape`: the child of rank r is its parent's r-th best. Only rows with
-   children in the shape are expanded, of one depth the best `width` the net takes. Rows the head
-   has no token for - too deep, a rank beyond its vocabulary - are left out with their descendants;
-   what stays keeps order and rank. rows and floor are not looked at. */
+   children in the shape are expanded. Rows the head has no token for - too deep, a rank beyond its
+   vocabulary - are left out with their descendants; what stays keeps order and rank. rows and floor
+   are not looked at. */
 es_status es_grow_shape(es_grow *grow, const es_grow_request *request, const es_tree *shape,
                         es_tree *tree);
 

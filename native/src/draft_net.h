@@ -21,7 +21,7 @@ typedef struct es_draft_net {
        yet, and logits are not set. */
     es_status (*begin)(void *self, int32_t root, const float **logits, bool *is_ready);
     /* Logits (n, vocab) of the children of rows[0..n) of `tree`, valid until the next call. The
-       rows ascend and have one depth, one more than those of the call before (the first call: 1);
+       rows ascend and have one depth, that of the call before or one more (the first call: 1);
        their tokens, depths and parents are set; each parent but the root has been expanded. Row
        numbers stay as they are until the end; at most ES_MAX_ROWS rows are expanded in all. */
     es_status (*expand)(void *self, const es_tree *tree, const int32_t *rows, int32_t n,

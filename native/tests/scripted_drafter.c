@@ -57,7 +57,7 @@ static es_status expand(void *self, const es_tree *tree, const int32_t *rows, in
                         const float **logits)
 {
     es_drafter *d = self;
-    d->depth++;
+    d->depth += n < 1 || tree->depth[rows[0]] > d->depth;
     d->rows += n;
     if (!d->is_drafting || d->passes == 0 || n < 1 || n > d->net.width || d->rows > ES_MAX_ROWS ||
         (d->net.depth > 0 && d->depth >= d->net.depth)) {
