@@ -173,8 +173,6 @@ es_status es_eagle_begin(es_eagle *e, const es_history *history, int32_t root,
     }
     for (int64_t left = history->length - fed(e); left > 0; left = history->length - fed(e)) {
         int32_t n = left < ES_MAX_ROWS ? (int32_t)left : ES_MAX_ROWS;
-        /* Of a long chain all but the last row need keys and values only. */
-        n = n == left && n > ES_DRAFT_WIDTH ? n - 1 : n;
         es_status status = feed(e, history, root, n);
         if (status != ES_OK) {
             return status;

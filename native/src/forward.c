@@ -146,6 +146,7 @@ typedef struct member {
     es_workspace *work;
     own *own;
     int32_t n;              /* rows of the batch */
+    int32_t from;           /* rows before it have given their K and V and are done with */
     int32_t index, of;      /* this member of so many */
 } member;
 
@@ -157,6 +158,14 @@ static void meet(const member *m)
 static void share(const member *m, int32_t count, int32_t *begin, int32_t *end)
 {
     es_share(count, m->index, m->of, begin, end);
+}
+
+/* Of the rows that are not done with. */
+static void share_rows(const member *m, int32_t *begin, int32_t *end)
+{
+    share(m, m->n - m->from, begin, end);
+    *begin += m->from;
+    *end += m->from;
 }
 
 static bool is_float(const es_tensor *t)
@@ -256,7 +265,7 @@ static void norm_row(const member *m, const float *x, const float *weight, bool 
     }
 }
 
-/* The rows, normed by `weight`: the member's own copy, or one they made together. */
+/* n rows, normed by `weight`: the member's own copy, or one they made together. */
 static const es_rows *norm(const member *m, const float *weight, bool quantize,
                            const int32_t *rows, int32_t n)
 {
@@ -267,7 +276,7 @@ static const es_rows *norm(const member *m, const float *weight, bool quantize,
         share(m, n, &begin, &end);
     }
     for (int32_t i = begin; i < end; i++) {
-        int32_t row = rows == NULL ? i : rows[i];
+        int32_t row = rows == NULL ? m->from + i : rows[i];
         norm_row(m, m->work->x + (size_t)row * m->shape->hidden, weight, quantize, out, i);
     }
     if (!is_own) {
@@ -282,7 +291,7 @@ static void post_norm(const member *m, const float *weight)
     size_t hidden = (size_t)m->shape->hidden;
     int32_t begin, end;
     meet(m);
-    share(m, m->n, &begin, &end);
+    share_rows(m, &begin, &end);
     for (int32_t r = begin; r < end; r++) {
         float *delta = m->work->delta + (size_t)r * hidden;
         m->k->rms_norm(delta, weight, m->shape->hidden, m->shape->eps, delta);
@@ -298,15 +307,15 @@ static void project(const member *m, const es_tensor *w, const es_rows *in, cons
 {
     size_t hidden = (size_t)m->shape->hidden;
     float *block = m->own->block[0];
-    int32_t begin, end;
+    int32_t n = m->n - m->from, begin, end;
     share(m, es_tiles(w->rows), &begin, &end);
     for (int32_t t = begin, next; t < end; t = next) {
-        next = smaller(t + block_tiles(m->n), end);
+        next = smaller(t + block_tiles(n), end);
         int32_t first = t * ES_TILE, width = smaller(next * ES_TILE, w->rows) - first;
         size_t ld = (size_t)(next - t) * ES_TILE;
-        m->k->gemm(w, t, next, in, 0, m->n, block, ld);
-        for (int32_t r = 0; r < m->n; r++) {
-            size_t at = (size_t)r * hidden + (size_t)first;
+        m->k->gemm(w, t, next, in, m->from, n, block, ld);
+        for (int32_t r = 0; r < n; r++) {
+            size_t at = (size_t)(m->from + r) * hidden + (size_t)first;
             if (post == NULL) {
                 m->k->add(m->work->x + at, block + r * ld, width);
             } else {
@@ -325,20 +334,20 @@ static void gate_and_up(const member *m, const es_layer *layer, const es_rows *i
         m->shape->activation == ES_SILU ? m->k->swiglu : m->k->geglu;
     const es_rows *out = &m->work->gated;
     bool quantize = !is_float(&layer->down);
-    int32_t begin, end;
+    int32_t n = m->n - m->from, begin, end;
     share_pairs(m, &layer->gate, &begin, &end);
     for (int32_t t = begin, next; t < end; t = next) {
-        next = smaller(t + block_tiles(m->n), end);
+        next = smaller(t + block_tiles(n), end);
         int32_t first = t * ES_TILE, width = smaller(next * ES_TILE, out->k) - first;
         size_t ld = (size_t)(next - t) * ES_TILE;
         es_fetch_tiles(&layer->up, t, next);
-        m->k->gemm(&layer->gate, t, next, in, 0, m->n, m->own->block[0], ld);
-        m->k->gemm(&layer->up, t, next, in, 0, m->n, m->own->block[1], ld);
-        for (int32_t r = 0; r < m->n; r++) {
+        m->k->gemm(&layer->gate, t, next, in, 0, n, m->own->block[0], ld);
+        m->k->gemm(&layer->up, t, next, in, 0, n, m->own->block[1], ld);
+        for (int32_t r = 0; r < n; r++) {
             activate(m->own->block[0] + r * ld, m->own->block[1] + r * ld, width,
-                     out->x + (size_t)r * out->k + first);
+                     out->x + (size_t)(m->from + r) * out->k + first);
             if (quantize) {
-                m->k->quantize(out, r, first / ES_GROUP, (first + width) / ES_GROUP);
+                m->k->quantize(out, m->from + r, first / ES_GROUP, (first + width) / ES_GROUP);
             }
         }
     }
@@ -373,10 +382,11 @@ static void queries(const member *m, int32_t index, const es_rows *in, int32_t b
     int32_t dim = m->shape->head_dim, unit = heads_per_unit(m->shape);
     int32_t t0 = begin * (unit * dim / ES_TILE);
     int32_t t1 = smaller(end * (unit * dim / ES_TILE), es_tiles(layer->q.rows));
-    m->k->gemm(&layer->q, t0, t1, in, 0, m->n, m->work->q + (size_t)t0 * ES_TILE,
+    m->k->gemm(&layer->q, t0, t1, in, m->from, m->n - m->from,
+               m->work->q + (size_t)m->from * m->work->q_stride + (size_t)t0 * ES_TILE,
                m->work->q_stride);
     int32_t last = smaller(end * unit, m->shape->heads);
-    for (int32_t r = 0; r < m->n; r++) {
+    for (int32_t r = m->from; r < m->n; r++) {
         for (int32_t h = begin * unit; h < last; h++) {
             float *q = m->work->q + (size_t)r * m->work->q_stride + (size_t)h * dim;
             finish_head(m, index, r, h, layer->q_bias, layer->q_norm, true, q);
@@ -453,14 +463,14 @@ static void attend(const member *m, int32_t index, const es_segment *segment, in
     }
 }
 
-/* Units [begin, end) of a segment's (kv head, row, head of the group). */
+/* Units [begin, end) of a segment's (kv head, row from `row0` on, head of the group). */
 static void attend_units(const member *m, int32_t index, const es_segment *segment, int32_t first,
-                         int32_t begin, int32_t end)
+                         int32_t row0, int32_t begin, int32_t end)
 {
-    int32_t group = m->shape->heads / m->shape->kv_heads;
+    int32_t group = m->shape->heads / m->shape->kv_heads, per_head = (segment->n - row0) * group;
     for (int32_t u = begin; u < end;) {
-        int32_t kv_head = u / (segment->n * group), left = u % (segment->n * group);
-        int32_t row = left / group, within = left % group;
+        int32_t kv_head = u / per_head, left = u % per_head;
+        int32_t row = row0 + left / group, within = left % group;
         if (within == 0 && end - u >= group) {
             int32_t rows = smaller(segment->n - row, (end - u) / group);
             attend(m, index, segment, first, kv_head * group, group, row, rows);
@@ -476,23 +486,25 @@ static void attend_units(const member *m, int32_t index, const es_segment *segme
 static void mix(const member *m, int32_t index)
 {
     int32_t heads = m->shape->heads, begin, end;
-    share(m, m->n * heads, &begin, &end);
-    int32_t first = 0; /* row of the batch where the segment begins */
+    share(m, (m->n - m->from) * heads, &begin, &end);
+    int32_t first = 0, unit = 0; /* row of the batch and unit where the segment begins */
     for (int32_t s = 0; s < m->pass->batch->n_segments; s++) {
         const es_segment *segment = &m->pass->batch->segment[s];
-        int32_t unit = first * heads;
+        int32_t row0 = m->from > first ? smaller(m->from - first, segment->n) : 0;
+        int32_t units = (segment->n - row0) * heads;
         int32_t from = begin > unit ? begin - unit : 0;
-        int32_t to = smaller(end - unit, segment->n * heads);
+        int32_t to = smaller(end - unit, units);
         if (from < to) {
-            attend_units(m, index, segment, first, from, to);
+            attend_units(m, index, segment, first, row0, from, to);
         }
         first += segment->n;
+        unit += units;
     }
     fetch_share(m, &m->net->layer[index].o);
     meet(m);
     const es_rows *mixed = &m->work->mixed;
     if (m->shape->head_dim % ES_GROUP != 0 && !is_float(&m->net->layer[index].o)) {
-        share(m, m->n, &begin, &end);
+        share_rows(m, &begin, &end);
         for (int32_t r = begin; r < end; r++) {
             m->k->quantize(mixed, r, 0, mixed->k / ES_GROUP);
         }
@@ -644,7 +656,7 @@ static const es_rows *attention_input(const member *m, int32_t index)
 static void replace_residual(const member *m, const es_rows *joined)
 {
     int32_t begin, end, hidden = m->shape->hidden;
-    share(m, m->n, &begin, &end);
+    share_rows(m, &begin, &end);
     for (int32_t r = begin; r < end; r++) {
         memcpy(m->work->x + (size_t)r * hidden, joined->x + (size_t)r * joined->k + hidden,
                (size_t)hidden * sizeof(float));
@@ -734,6 +746,13 @@ static void head(const member *m)
     }
 }
 
+/* The first row that anybody reads behind the last layer. */
+static int32_t first_wanted(const member *m)
+{
+    const es_batch *batch = m->pass->batch;
+    return is_tapped(batch, m->shape->layers) ? 0 : batch->rows[0];
+}
+
 static void run(void *arg, int32_t index, int32_t of)
 {
     const pass *p = arg;
@@ -753,6 +772,9 @@ static void run(void *arg, int32_t index, int32_t of)
         tap(m, i);
         const es_rows *in = attention_input(m, i);
         bool goes_on = i + 1 < m->shape->layers || is_whole;
+        if (i + 1 == m->shape->layers && is_whole) {
+            self.from = first_wanted(m);
+        }
         project_heads(m, i, in, goes_on);
         if (!goes_on) {
             break; /* nobody reads what is behind the last layer's K and V */
@@ -765,7 +787,7 @@ static void run(void *arg, int32_t index, int32_t of)
         fetch_gate(m, layer);
         meet(m);
         bool quantize = !is_float(&layer->gate) || !is_float(&layer->up);
-        gate_and_up(m, layer, norm(m, layer->ffn_norm, quantize, NULL, m->n));
+        gate_and_up(m, layer, norm(m, layer->ffn_norm, quantize, NULL, m->n - m->from));
         project(m, &layer->down, &m->work->gated, layer->post_ffn_norm);
         if (i + 1 < m->shape->layers) {
             fetch_heads(m, layer + 1);
