@@ -21,8 +21,8 @@ from edgespec.stats import resident_mb
 from edgespec.verification import loop_cut
 
 if TYPE_CHECKING:
+    from edgespec.drafts import AnyHead
     from edgespec.drafts.base import Drafter
-    from edgespec.drafts.head import HeadDraft
     from edgespec.engine import Step
     from edgespec.session import Session
 
@@ -96,7 +96,7 @@ class Arm:
     session: Session
     speculation: Speculation = field(default_factory=Speculation)
     drafter: Drafter | None = None
-    head: HeadDraft | None = None
+    head: AnyHead | None = None
     clock: Clock | None = None  # seconds a foreign library itself has spent so far
     by_clock: bool = False  # this arm's speed is by that clock, not the wall's
 

@@ -22,12 +22,13 @@ from edgespec.cache import sha256_of
 from edgespec.config import Runtime, Speculation
 from edgespec.cpu import usable_cores
 from edgespec.drafts import NGRAM, parse_draft
-from edgespec.drafts.available import available, find
+from edgespec.drafts.available import available
 from edgespec.errors import BackendError, UsageError
 from edgespec.gguf_header import shards
 from edgespec.loading import (
     BACKENDS,
     HEAD_BACKENDS,
+    find_draft,
     locate_draft,
     open_draft,
     open_session,
@@ -39,8 +40,8 @@ from edgespec.version import __version__
 
 if TYPE_CHECKING:
     from edgespec.bundle import Model
-    from edgespec.drafts.head import HeadDraft
-    from edgespec.targets.base import RoundTarget, Target
+    from edgespec.drafts import AnyHead
+    from edgespec.targets.base import HeadTarget, Target
     from edgespec.targets.llamacpp import LlamaCppTarget
     from edgespec.verification import Prompt
 
@@ -65,7 +66,7 @@ class Opened:
     session: Session
     about: str  # versions and settings, one line
     clock: Clock | None = None  # seconds inside the library's own forward so far
-    heads: dict[str, HeadDraft] = field(default_factory=dict)  # by method
+    heads: dict[str, AnyHead] = field(default_factory=dict)  # by method
 
 
 class Lookup:
@@ -157,7 +158,7 @@ def open_backends(
 def close(opened: Sequence[Opened]) -> None:
     for backend in opened:
         if backend.heads:
-            cast("RoundTarget", backend.session.target).attach(None)
+            cast("HeadTarget", backend.session.target).attach(None)
         for head in backend.heads.values():
             head.close()
         backend.session.close()
@@ -177,7 +178,7 @@ def open_heads(
         if method in METHODS or not parse_draft(method).kinds:
             continue
         for backend in opened:
-            if backend.name not in HEAD_BACKENDS:
+            if not _has(bundle, method, backend.name):
                 continue
             runtime = Runtime(backend=backend.name)
             found = locate_draft(bundle, method, runtime, progress)
@@ -259,11 +260,20 @@ def check_methods(
     if "lookup" in methods and "llamacpp" not in backends:
         raise UsageError("--methods lookup: only the llamacpp backend has it")
     for method in methods:
-        if method in METHODS or not (choice := parse_draft(method)).needs_head:
+        if method in METHODS or not parse_draft(method).needs_head:
             continue
-        if not set(HEAD_BACKENDS) & set(backends):
-            raise UsageError(f"--methods {method}: only the native backend has it")
-        find(bundle, choice)
+        if not any(_has(bundle, method, backend) for backend in backends):
+            find_draft(bundle, method, backends[0])  # says what there is
+
+
+def _has(bundle: Model, method: str, backend: str) -> bool:
+    """Whether a backend can draft so."""
+    try:
+        return backend in HEAD_BACKENDS and (
+            find_draft(bundle, method, backend) is not None
+        )
+    except UsageError:
+        return False
 
 
 def encode(opened: Sequence[Opened], prompts: Sequence[Prompt]) -> list[list[int]]:

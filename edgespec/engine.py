@@ -18,6 +18,7 @@ from edgespec._native import DRAFT, PLAIN, PREFILL, NativeSession, Round, Sample
 from edgespec.config import COST_SLOPE, FALLBACK_COST_SLOPE, Speculation
 from edgespec.drafts import check_verify, parse_draft
 from edgespec.drafts.fit import Fit
+from edgespec.drafts.head import HeadDraft
 from edgespec.errors import BackendError, ContextError, UsageError
 from edgespec.tree.shape import best_rows, read_shape
 from edgespec.tree.topology import MAX_ROWS, Tree
@@ -26,9 +27,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from edgespec._native import NativeStats
+    from edgespec.drafts import AnyHead
     from edgespec.drafts.base import Drafter
-    from edgespec.drafts.head import HeadDraft
-    from edgespec.targets.base import RoundTarget, Target
+    from edgespec.drafts.growing import Grower
+    from edgespec.targets.base import HeadTarget, RoundTarget, Target
 
 
 def check_speculation(speculation: Speculation) -> Tree | None:
@@ -65,8 +67,9 @@ class Engine:
 
     Args:
         drafter: proposes trees in place of the core's draft and of the head.
-        head: drafts in the core, beside n-grams where the speculation wants them; of
-            the target's model; closed with the engine.
+        head: drafts beside n-grams where the speculation wants them; of the target's
+            model; closed with the engine. Trees of heads outside the core are grown by
+            a `Grower`.
     """
 
     def __init__(
@@ -77,7 +80,7 @@ class Engine:
         speculation: Speculation | None = None,
         prefill_chunk: int = 256,
         drafter: Drafter | None = None,
-        head: HeadDraft | None = None,
+        head: AnyHead | None = None,
     ) -> None:
         speculation = speculation or Speculation()
         shape = check_speculation(speculation)
@@ -117,6 +120,9 @@ class Engine:
         ] = []  # resident[:target.length] is what the KV rows hold
         self._learning: NativeSession | None = None
         self._core: NativeSession | None = None
+        self._grower: Grower | None = None  # of the core's draft, for a head outside it
+        self._learning_grower: Grower | None = None
+        self._growing_seconds = 0.0  # of the reply
         self._learning_evicted = 0
         self._lock = threading.Lock()
 
@@ -150,7 +156,9 @@ class Engine:
     @property
     def stats(self) -> NativeStats:
         """Of the generation begun last."""
-        return self._open_core.stats()
+        stats = self._open_core.stats()
+        seconds = stats.draft_seconds + self._growing_seconds
+        return stats._replace(draft_seconds=seconds)
 
     @contextmanager
     def claim(self) -> Iterator[None]:
@@ -186,8 +194,8 @@ class Engine:
                 f"the prompt has {len(prompt)} tokens, the context "
                 f"{self.target.context}; {max_new} new tokens were asked for"
             )
-        if self.target.capabilities.rounds:
-            cast("RoundTarget", self.target).attach(self.head)
+        if self.target.capabilities.heads:
+            cast("HeadTarget", self.target).attach(self.head)
         core = self._core = self._core_for(repeatable)
         core.abandon()
         common = _common_prefix(core.tokens, prompt)
@@ -195,6 +203,9 @@ class Engine:
         core.append(prompt[common:])
         self._shift_index(core, evicted)
         core.begin_generation(params, max_new)
+        self._growing_seconds = 0.0
+        if self._grower is not None:
+            self._grower.begin(params, evicted)
         tree = core.begin(PREFILL)
         logits = self._prefill(prompt).reshape(1, -1)
         return self._step(tree, core.finish(logits), logits)
@@ -209,11 +220,15 @@ class Engine:
         kind = DRAFT if self.is_speculating else PLAIN
         if target.capabilities.rounds:
             return self._run_round(core, kind)
+        if kind == DRAFT and self._grower is not None:
+            self._grow(core, self._grower)
         tree = core.begin(kind)
         started = time.perf_counter()
         logits = target.forward(tree)
         seconds = time.perf_counter() - started
         verdict = core.finish(logits, seconds=seconds)
+        if kind == DRAFT and self._grower is not None:
+            self._grower.learn(verdict.tokens.tolist())
         self._resident += tree.tokens[verdict.rows].tolist()
         target.commit(verdict.rows)
         return self._step(tree, verdict, logits)
@@ -235,8 +250,8 @@ class Engine:
     def close(self) -> None:
         self._free_cores()
         if self.head is not None:
-            if self.target.capabilities.rounds:
-                cast("RoundTarget", self.target).attach(None)
+            if self.target.capabilities.heads:
+                cast("HeadTarget", self.target).attach(None)
             self.head.close()
         self.target.close()
 
@@ -245,6 +260,7 @@ class Engine:
             if core is not None:
                 core.close()
         self._core = self._learning = None
+        self._grower = self._learning_grower = None
         self._learning_evicted = 0
 
     @property
@@ -255,30 +271,59 @@ class Engine:
 
     def _core_for(self, repeatable: bool) -> NativeSession:
         if repeatable:
+            self._grower = self._new_grower()
             return self._new_core(is_learning=False)
         if self._learning is None:
             self._learning = self._new_core(is_learning=not self._is_cost_given)
+            self._learning_grower = self._new_grower()
+        self._grower = self._learning_grower
         return self._learning
 
-    def _full_name(self, head: HeadDraft) -> str:
+    def _new_grower(self) -> Grower | None:
+        head = self.head
+        if head is None or self.drafter is not None or isinstance(head, HeadDraft):
+            return None
+        from edgespec.drafts.growing import Grower
+
+        return Grower(head, tree=self._tree, rows=self._rows, slope=self._slope)
+
+    def _grow(self, core: NativeSession, grower: Grower) -> None:
+        """Proposes a tree of what n-grams and a head outside the core say."""
+        started = time.perf_counter()
+        lookup = core.begin(DRAFT)
+        core.abandon()
+        is_learning = core is self._learning and not self._is_cost_given
+        tree = grower.propose(
+            lookup,
+            core.scores,
+            index=core.length,
+            measured=core.cost() if is_learning else None,
+        )
+        core.propose(tree)
+        self._growing_seconds += time.perf_counter() - started
+
+    def _full_name(self, head: AnyHead) -> str:
         return head.name if self.draft == "none" else f"{head.name}+{self.draft}"
 
     def _new_core(self, *, is_learning: bool) -> NativeSession:
         cost = [0.0, *(1 + self._slope * n for n in range(MAX_ROWS))]
+        head = self.head if self.drafter is None else None
+        is_outside = head is not None and not isinstance(head, HeadDraft)
         core = NativeSession(
             self.target.vocab,
             self.target.context,
             self.eos,
             draft=self.draft if self.drafter is None else "none",
-            tree=self._tree,
+            # What a grower cuts to what pays is not cut before.
+            tree="best" if is_outside and self._tree == "auto" else self._tree,
             rows=self._rows,
             ngram_capacity=self._capacity,
             cost=None if is_learning else cost,
             cost_slope=self._slope,
             kv_block=self.target.capabilities.kv_block,
         )
-        if self.head is not None and self.drafter is None:
-            self.head.join(core)
+        if isinstance(head, HeadDraft):
+            head.join(core)
         return core
 
     def _shift_index(self, core: NativeSession, evicted: int) -> None:

@@ -12,7 +12,7 @@ from edgespec.chat import ChatTemplate
 from edgespec.config import DEFAULT_CONTEXT, Runtime, Speculation
 from edgespec.cpu import usable_cores
 from edgespec.drafts import parse_draft
-from edgespec.drafts.available import find
+from edgespec.drafts.available import Available, find
 from edgespec.engine import check_speculation
 from edgespec.errors import EdgeSpecError, FormatError, UnsupportedError, UsageError
 from edgespec.manifest import TARGETS
@@ -22,9 +22,10 @@ from edgespec.targets.base import Target
 from edgespec.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from edgespec.drafts.head import HeadDraft
+    from edgespec.drafts import AnyHead
 
-HEAD_BACKENDS = ("native",)  # a head needs hidden states, embeddings, output matrix
+# Backends that run heads, and in which form they take them.
+HEAD_BACKENDS = {"native": "gguf", "onnx": "onnx"}
 BACKENDS = ("auto", "native", "onnx", "llamacpp")
 KV_TYPES = ("f16", "int8")
 MOST_THREADS = 256  # thousands are minutes of starting them, and then a crash
@@ -98,10 +99,11 @@ def open_session(
 
 @dataclass(frozen=True, slots=True)
 class DraftFile:
-    """A head to be opened: its GGUF, and what the user called it by."""
+    """A head to be opened: its files, and what the user called it by."""
 
-    path: Path
+    path: Path  # a GGUF or, for onnx, a graph
     source: Path | None  # None: it is the model's own
+    step: Path | None = None  # an EAGLE head's second graph
 
 
 def locate_draft(
@@ -111,32 +113,53 @@ def locate_draft(
 
     Raises UsageError where there is no such head or the backend cannot run one.
     """
+    found = find_draft(bundle, option, backend_of(bundle, runtime))
+    if found is None:
+        return None
+    if isinstance(found, Path):
+        from edgespec.drafts.conversion import as_gguf
+
+        choice = parse_draft(option)
+        return DraftFile(as_gguf(found, bundle, choice, progress or silent), found)
+    step = None if found.step is None else found.step()
+    return DraftFile(found.path(), None, step)
+
+
+def find_draft(bundle: Model, option: str, backend: str) -> Available | Path | None:
+    """The head that a --draft option means on a backend; a path is one the user gave.
+
+    Raises UsageError where there is no such head or the backend cannot run it.
+    """
     choice = parse_draft(option)
     if not choice.kinds:
         return None
-    backend = backend_of(bundle, runtime)
-    if backend not in HEAD_BACKENDS:
+    form = HEAD_BACKENDS.get(backend)
+    if form is None or (form == "onnx" and choice.word == "model"):
         if choice.needs_head:
             raise UsageError(
                 f"draft: {option} needs the native backend; {backend} gives it no "
                 "hidden states and lends it no weights; --draft ngram runs on every one"
             )
         return None
-    found = find(bundle, choice)
-    if found is None:
-        return None
-    if isinstance(found, Path):
-        from edgespec.drafts.conversion import as_gguf
+    found = find(bundle, choice, form)
+    if form == "onnx" and isinstance(found, Path):
+        raise UsageError(
+            f"draft: {found}: on the onnx backend a head is a graph of the bundle: "
+            f"export the model with --format onnx --head {found}"
+        )
+    return found
 
-        return DraftFile(as_gguf(found, bundle, choice, progress or silent), found)
-    return DraftFile(found.path(), None)
 
-
-def open_draft(target: Target, draft: DraftFile) -> HeadDraft:
-    """Loads a head for a native target; to be closed before it.
+def open_draft(target: Target, draft: DraftFile) -> AnyHead:
+    """Loads a head for a target; to be closed before it.
 
     Raises FormatError naming both sides for a head of another target.
     """
+    if target.name == "onnx":
+        from edgespec.targets.onnx import OnnxTarget
+
+        assert isinstance(target, OnnxTarget)
+        return target.open_head(draft.path, draft.step)
     from edgespec.targets.native import NativeTarget
 
     assert isinstance(target, NativeTarget), "locate_draft finds none for others"

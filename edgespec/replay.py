@@ -24,8 +24,8 @@ from edgespec.tree.topology import Tree, chain
 
 if TYPE_CHECKING:
     from edgespec._native import NativeRound, NativeSession
-    from edgespec.drafts.head import HeadDraft
-    from edgespec.targets.base import RoundTarget
+    from edgespec.drafts import AnyHead
+    from edgespec.targets.base import HeadTarget, RoundTarget
 
 NO_TOKEN = -1  # where a reply has already ended
 
@@ -97,8 +97,8 @@ class Recorder:
     def last_tree(self) -> Tree:
         return cast("RoundTarget", self.target).last_tree()
 
-    def attach(self, head: HeadDraft | None) -> None:
-        cast("RoundTarget", self.target).attach(head)
+    def attach(self, head: AnyHead | None) -> None:
+        cast("HeadTarget", self.target).attach(head)
 
     def truncate(self, length: int) -> None:
         self.target.truncate(length)

@@ -29,7 +29,7 @@ from edgespec.targets.base import Target
 from edgespec.transcript import Transcript
 
 if TYPE_CHECKING:
-    from edgespec.drafts.head import HeadDraft
+    from edgespec.drafts import AnyHead
 
 Message = Mapping[str, Any]
 Prompt = str | Sequence[int] | Sequence[Message]
@@ -86,7 +86,7 @@ class Session:
         speculation: Speculation | None = None,
         prefill_chunk: int | None = None,
         drafter: Drafter | None = None,
-        head: HeadDraft | None = None,
+        head: AnyHead | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.template = template

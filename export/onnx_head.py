@@ -19,6 +19,10 @@ others, what the graph gave as `feature` for the row before; tree_mask, tree_dep
 past_len and buffers as the target's. Outputs logits float32 [n, draft_vocab], feature
 float32 [n,hidden], the presents. `d2t` int64 [draft_vocab] holds the target's ids.
 
+The models' metadata say what a host has to know of the head: edgespec.kind, .taps (the
+target's hidden states it reads), .vocab, .hidden and .layers of the target, and
+.max_position, 0 where there is none.
+
 Where a head uses the target's embedding or projection, its graph points into the file
 where the target's graph keeps its weights; the step graph can so use the tree graph's.
 """
@@ -296,6 +300,7 @@ def _write(
             ],
         )
         model.ir_version = _IR_VERSION
+        helper.set_model_props(model, _about(head))
         onnx.save_model(model, str(path))
     except BaseException:
         store.abort()
@@ -306,3 +311,15 @@ def _write(
         size += store.path.stat().st_size
     notes = tuple(f"{why}: {count}" for why, count in sorted(graph.notes.items()))
     return GraphReport(dict(sorted(graph.counts.items())), notes, size, graph.errors)
+
+
+def _about(head: Head) -> dict[str, str]:
+    """What a host has to know of the head, as the model's metadata."""
+    return {
+        "edgespec.kind": head.kind,
+        "edgespec.taps": ",".join(map(str, head.taps)),
+        "edgespec.vocab": str(head.vocab),
+        "edgespec.hidden": str(head.target_hidden),
+        "edgespec.layers": str(head.target_layers),
+        "edgespec.max_position": str(head.max_position),
+    }

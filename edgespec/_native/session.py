@@ -160,6 +160,7 @@ class NativeSession:
         check_structs("es_tree", "es_sampling", "es_session_params")
         check_structs("es_round", "es_stats")
         self._n = 0  # rows of the open round
+        self.scores = np.ones(1, np.float32)  # of the last tree's paths; root 1
         self._drafter: NativeDrafter | None = None  # kept while C knows it
         self.vocab = vocab
         drafts = {"none": 0, "ngram": 1}
@@ -268,6 +269,7 @@ class NativeSession:
         tree = CTree()
         _begin(self.open_handle, kind, byref(tree))
         self._n = tree.n
+        self.scores = np.array(tree.score[: tree.n], np.float32)
         return tree_from_c(tree)
 
     def finish(

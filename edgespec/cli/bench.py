@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -18,6 +18,7 @@ from edgespec.errors import UsageError
 if TYPE_CHECKING:
     from edgespec.bench_arms import Opened
     from edgespec.bundle import Model as Files
+    from edgespec.drafts.head import HeadDraft
     from edgespec.progress import Progress
     from edgespec.verification import Prompt
 
@@ -301,7 +302,7 @@ def _acceptance(
 
     backend = opened[0]
     drafts = [
-        acceptance.Draft(method, backend.heads.get(method))
+        acceptance.Draft(method, cast("HeadDraft | None", backend.heads.get(method)))
         for method in methods
         if method not in bench_arms.METHODS
     ]

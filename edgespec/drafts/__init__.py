@@ -1,14 +1,23 @@
 """Who drafts: n-grams, which live in the C core, a draft head, or both at once.
 
 `available` says which heads a model has, `conversion` makes one of any published
-layout, `head` loads it.
+layout, `head` loads it into the C core. Where the target is an ONNX graph, `graphs`
+runs the head and `growing` makes trees of what it says.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
 
 from edgespec.errors import UsageError
+
+if TYPE_CHECKING:
+    from edgespec.drafts.graphs import EagleGraphs, MedusaGraph
+    from edgespec.drafts.head import HeadDraft
+
+    # In the C core, or of graphs beside a target graph.
+    AnyHead: TypeAlias = HeadDraft | EagleGraphs | MedusaGraph
 
 NGRAM = "+ngram"
 # By --draft word: the kinds of heads it means, best first.

@@ -29,7 +29,8 @@ class Available:
     name: str
     size: int  # bytes of its file
     origin: str  # "bundle" | "edgespec"
-    path: Callable[[], Path]  # its GGUF file, checked
+    path: Callable[[], Path]  # its file, checked: a GGUF or, for onnx, a graph
+    step: Callable[[], Path] | None = None  # an EAGLE head's second graph
 
     @property
     def word(self) -> str:
@@ -37,20 +38,32 @@ class Available:
         return next(word for word, kinds in KINDS.items() if self.kind in kinds)
 
 
-def available(bundle: Bundle | GGUFModel) -> list[Available]:
+def available(bundle: Bundle | GGUFModel, form: str = "gguf") -> list[Available]:
     """Heads for --draft, the bundle's own first.
 
     Heads come with edgespec for known weights. They are those of every bundle made of
     that file, and of the file itself wherever it lies.
+
+    Args:
+        form: "gguf" or "onnx", graphs, which only bundles have.
     """
     found = []
     for head in bundle.manifest.heads:
-        file = head.files.get("gguf")
+        file, step = head.files.get(form), head.files.get("onnx_step")
         if file is not None:
-            name = file.removeprefix("draft-").removesuffix(".gguf")
-            size = bundle.manifest.files[file].size
+            name = file.removeprefix("draft-").removesuffix(f".{form}")
+            size = sum(
+                entry.size
+                for other, entry in bundle.manifest.files.items()
+                if other == file or other.startswith(f"{file}.")
+            )
+            second = None
+            if form == "onnx" and step is not None:
+                second = partial(bundle.path_of, step)
             path = partial(bundle.path_of, file)
-            found.append(Available(head.kind, name, size, "bundle", path))
+            found.append(Available(head.kind, name, size, "bundle", path, second))
+    if form != "gguf":
+        return found
     for card in models.cards().values():
         if card.drafts and _is_made_of(bundle, card.file):
             found += [
@@ -66,22 +79,23 @@ def available(bundle: Bundle | GGUFModel) -> list[Available]:
     return found
 
 
-def find(bundle: Bundle | GGUFModel, choice: Choice) -> Available | Path | None:
+def find(
+    bundle: Bundle | GGUFModel, choice: Choice, form: str = "gguf"
+) -> Available | Path | None:
     """What a choice means for a model; a path is one the user gave.
 
     Names come first; "./NAME" is always a path. None: "auto", and there is no head.
 
     Raises UsageError naming what there is when there is no such head.
     """
-    heads = available(bundle)
+    heads = available(bundle, form)
     fitting = [head for head in heads if head.kind in choice.kinds]
     fitting.sort(key=lambda head: choice.kinds.index(head.kind))
     if choice.source is None:
         if not fitting and choice.needs_head:
             raise UsageError(
                 f"draft: {bundle.manifest.name} has no {choice.word} draft; "
-                f"{_list(heads)}; to use {WORDS[choice.word]} of yours: "
-                f"--draft {choice.word}:PATH"
+                f"{_list(heads)}; {_remedy(choice, form)}"
             )
         return fitting[0] if fitting else None
     for head in fitting:
@@ -94,6 +108,15 @@ def find(bundle: Bundle | GGUFModel, choice: Choice) -> Available | Path | None:
             f"{WORDS[choice.word]} of {bundle.manifest.name}; {_list(heads)}"
         )
     return path
+
+
+def _remedy(choice: Choice, form: str) -> str:
+    if form == "gguf":
+        return f"to use {WORDS[choice.word]} of yours: --draft {choice.word}:PATH"
+    return (
+        "on the onnx backend a head is a graph of the bundle: export the model with "
+        "--format onnx --head PATH"
+    )
 
 
 def _list(heads: Sequence[Available]) -> str:

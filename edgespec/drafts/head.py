@@ -36,10 +36,16 @@ class HeadDraft:
         self.info = info = self._head.info
         self.kind = info.kind  # eagle3 | eagle | medusa | model
         self.name = info.kind
+        self.taps = info.taps  # hidden states it reads
         self.path = path
         self.source = source
         self.weight_bytes = info.weight_bytes
         self.state_bytes = self._drafter.memory  # keys and values, features, scratch
+
+    @property
+    def length(self) -> int:
+        """Positions it was told of."""
+        return self._drafter.length
 
     def follow(self, target: NativeTargetState) -> None:
         """Is kept in step with an empty target from now on, from nothing."""
@@ -48,7 +54,11 @@ class HeadDraft:
 
     def restart(self) -> None:
         """Forgets what it was told of."""
-        self._drafter.truncate(0)
+        self.truncate(0)
+
+    def truncate(self, length: int) -> None:
+        """Keeps the first `length` positions."""
+        self._drafter.truncate(length)
 
     def append(
         self, tokens: NDArray[np.int32], states: NDArray[np.float32] | None

@@ -13,7 +13,7 @@ from edgespec.tree.topology import Tree
 
 if TYPE_CHECKING:
     from edgespec._native import NativeRound, NativeSession
-    from edgespec.drafts.head import HeadDraft
+    from edgespec.drafts import AnyHead
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +28,7 @@ class Capabilities:
     kv_block: int = 0  # or row invariance needs trees inside blocks of so many KV rows
     sinks: int = 0  # first positions that stay visible beside a window
     rounds: bool = False  # runs whole rounds itself: a RoundTarget
+    heads: bool = False  # keeps a draft head in step: a HeadTarget
 
 
 def check_tokens(tokens: NDArray[np.int32], vocab: int) -> None:
@@ -87,7 +88,18 @@ class Target(Protocol):
         ...
 
 
-class RoundTarget(Target, Protocol):
+class HeadTarget(Target, Protocol):
+    """A target that gives a draft head the hidden states of what it commits."""
+
+    def attach(self, head: AnyHead | None) -> None:
+        """Keeps this head in step with the committed rows from now on; None: no one.
+
+        Where another was, or none, both begin anew: no rows are committed afterwards.
+        """
+        ...
+
+
+class RoundTarget(HeadTarget, Protocol):
     """A target in C, which needs no Python between the halves of a round."""
 
     def run_round(
@@ -101,11 +113,4 @@ class RoundTarget(Target, Protocol):
 
     def last_tree(self) -> Tree:
         """The tree of the last `run_round`."""
-        ...
-
-    def attach(self, head: HeadDraft | None) -> None:
-        """Keeps this head in step with the committed rows from now on; None: no one.
-
-        Where another was, or none, both begin anew: no rows are committed afterwards.
-        """
         ...

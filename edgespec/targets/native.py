@@ -17,13 +17,14 @@ from edgespec._native import (
     NativeTargetState,
     target_memory,
 )
+from edgespec.drafts.head import HeadDraft
 from edgespec.fitting import Need, check_fits
 from edgespec.progress import Progress, silent
 from edgespec.targets.base import Capabilities, check_tokens
 from edgespec.tree.topology import MAX_ROWS, Tree
 
 if TYPE_CHECKING:
-    from edgespec.drafts.head import HeadDraft
+    from edgespec.drafts import AnyHead
 
 
 class NativeTarget:
@@ -100,6 +101,7 @@ class NativeTarget:
             row_invariant=True,
             sinks=shape["sinks"],
             rounds=True,
+            heads=True,
         )
 
     @property
@@ -159,13 +161,12 @@ class NativeTarget:
 
     def open_head(self, path: Path, *, source: Path | None = None) -> HeadDraft:
         """A draft head for this target; to be closed before it. See `HeadDraft`."""
-        from edgespec.drafts.head import HeadDraft
-
         return HeadDraft(self._model, path, source=source)
 
-    def attach(self, head: HeadDraft | None) -> None:
+    def attach(self, head: AnyHead | None) -> None:
         if head is self._head:
             return
+        assert head is None or isinstance(head, HeadDraft), "one of its own model"
         self._state.truncate(0)
         if head is None:
             self._state.attach(None)

@@ -5,15 +5,20 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-import onnxruntime as ort
 from numpy.typing import NDArray
 
 from edgespec._native import kv_compact, tree_derive
 from edgespec.errors import BackendError, ContextError, FormatError, UsageError
+from edgespec.onnx_runtime import open_graph
 from edgespec.targets.base import Capabilities, check_tokens
 from edgespec.tree.topology import MAX_ROWS, Tree, chain
+
+if TYPE_CHECKING:
+    from edgespec.drafts import AnyHead
+    from edgespec.drafts.graphs import EagleGraphs, MedusaGraph
 
 # Inputs besides the KV buffers: element type and rank.
 INPUTS = {
@@ -31,7 +36,6 @@ PROBE_PREFIX = 11
 # or of 128 times a power of two where the outputs are few. Seen as a changed last bit
 # when a tree straddles one.
 KEY_BLOCK = 128
-SPIN_US = "100"
 
 
 class OnnxTarget:
@@ -69,9 +73,14 @@ class OnnxTarget:
         self.path = Path(path)
         self.context = context
         self.threads = threads
-        self._session = _open(self.path, threads, providers)
+        self._session = open_graph(self.path, threads, providers)
         n_layers, n_heads, head_dim = self._check_inputs()
-        self.vocab, taps = self._check_outputs(n_layers)
+        self.vocab, self._hidden, taps = self._check_outputs(n_layers)
+        self._n_layers = n_layers
+        self._head: AnyHead | None = None
+        # What an attached head reads of the open rows, by output of the graph.
+        self._states: dict[str, NDArray[np.float32]] = {}
+        self._open_tokens = np.zeros(0, np.int32)
         self._length = 0
         self._open_rows = 0
         # One row more than the context: the last one may need a twin.
@@ -88,6 +97,7 @@ class OnnxTarget:
             snapshot=False,
             row_invariant=row_invariant,
             kv_block=KEY_BLOCK if row_invariant else 0,
+            heads=True,
         )
 
     @property
@@ -105,6 +115,8 @@ class OnnxTarget:
         """Logits (m, vocab) of the rows asked for; reused by the next forward."""
         n = tree.n
         check_tokens(tree.tokens, self.vocab)
+        if self._head is not None and self._head.length != self._length:
+            self._head.truncate(self._length)  # an interrupt came between the two
         if self._length + n > self.context:
             raise ContextError(
                 f"{n} rows behind {self._length} committed ones do not fit the context "
@@ -113,6 +125,7 @@ class OnnxTarget:
         if logit_rows is None:
             logit_rows = np.arange(n, dtype=np.int64)
         wanted = len(logit_rows)
+        self._open_tokens = tree.tokens
         if self.has_twin_rows:
             if n == 1:
                 tree = _with_twin(tree)
@@ -136,6 +149,7 @@ class OnnxTarget:
             self._binding.bind_output(
                 "logits", "cpu", 0, np.float32, (1, *logits.shape), logits.ctypes.data
             )
+            self._bind_states(tree.n)
             self._session.run_with_iobinding(self._binding)
         except Exception as error:  # its exceptions share no base
             raise BackendError(f"{self.path}: ONNX Runtime: {error}") from error
@@ -146,6 +160,7 @@ class OnnxTarget:
         """Forwards a chain at once and commits it; logits (vocab,) of the last row."""
         n = len(tokens)
         logits = self.forward(chain(tokens), np.array([n - 1], dtype=np.int64))
+        self._tell(np.arange(n))
         self._length += n
         self._open_rows = 0
         last: NDArray[np.float32] = logits[0]
@@ -162,6 +177,7 @@ class OnnxTarget:
             )
         if n and rows[-1] != n - 1:
             kv_compact(self._kv, self._length, rows)
+        self._tell(rows)
         self._open_rows = 0
         # Last, so that an interrupt before this line only drops rows.
         self._length += n
@@ -171,8 +187,53 @@ class OnnxTarget:
             raise UsageError(f"truncate: expected 0 to {self._length}, got {length}")
         self._open_rows = 0
         self._length = length
+        if self._head is not None:
+            self._head.truncate(length)
+
+    def open_head(self, path: Path, step: Path | None) -> EagleGraphs | MedusaGraph:
+        """A draft head for this target, of graphs; to be closed before it.
+
+        step: the step graph of an EAGLE head.
+
+        Raises FormatError naming both sides for a head of another target.
+        """
+        from edgespec.drafts.graphs import EagleGraphs, MedusaGraph, TargetShape
+
+        shape = TargetShape(self.vocab, self._hidden, self._n_layers)
+        head: EagleGraphs | MedusaGraph
+        if step is None:
+            head = MedusaGraph(path, shape, self.threads)
+        else:
+            head = EagleGraphs(path, step, shape, self.threads)
+        lacking = [tap for tap in head.taps if self._output_of(tap) is None]
+        if lacking:
+            head.close()
+            raise FormatError(
+                f"{path}: the head reads hidden states {list(head.taps)}; {self.path} "
+                f"lacks {lacking}: export the model again with --head"
+            )
+        return head
+
+    def attach(self, head: AnyHead | None) -> None:
+        """Keeps a head in step from now on; another one begins anew, and so do we."""
+        if head is self._head:
+            return
+        self.truncate(0)
+        self._head, self._states = None, {}
+        self._binding.clear_binding_outputs()
+        self._bind_kv()
+        if head is not None:
+            head.restart()
+            names = [self._output_of(tap) for tap in head.taps]
+            self._states = {
+                name: np.empty((0, self._hidden), np.float32)
+                for name in names
+                if name is not None
+            }
+            self._head = head
 
     def close(self) -> None:
+        self._head = None
         for name in ("_binding", "_session", "_kv", "_logits"):
             if hasattr(self, name):
                 delattr(self, name)
@@ -206,8 +267,29 @@ class OnnxTarget:
                     )
         return len(keys), n_heads, head_dim
 
-    def _check_outputs(self, n_layers: int) -> tuple[int, tuple[int, ...]]:
-        """Vocabulary and hidden-state taps, read off the graph's outputs."""
+    def _output_of(self, tap: int) -> str | None:
+        """The graph's output of a hidden state, None without."""
+        if tap == self._n_layers:
+            return "hidden"
+        return f"tap_{tap}" if tap in self.capabilities.taps else None
+
+    def _bind_states(self, rows: int) -> None:
+        """Has the graph write what the head reads of so many rows."""
+        for name, array in self._states.items():
+            if len(array) < rows:
+                array = self._states[name] = np.empty((rows, self._hidden), np.float32)
+            shape = (1, rows, self._hidden)
+            where = ("cpu", 0, np.float32, shape, array.ctypes.data)
+            self._binding.bind_output(name, *where)
+
+    def _tell(self, rows: NDArray[np.int32] | NDArray[np.int64]) -> None:
+        """Tells the head of open rows about to be committed."""
+        if self._head is not None and len(rows):
+            states = np.stack([array[rows] for array in self._states.values()], axis=1)
+            self._head.append(self._open_tokens[rows], states)
+
+    def _check_outputs(self, n_layers: int) -> tuple[int, int, tuple[int, ...]]:
+        """Vocabulary, hidden size and taps, read off the graph's outputs."""
         found = {value.name: value for value in self._session.get_outputs()}
         taps = sorted(int(name[4:]) for name in found if re.fullmatch(r"tap_\d+", name))
         wanted = ["logits", "hidden", *(f"tap_{tap}" for tap in taps)]
@@ -220,7 +302,14 @@ class OnnxTarget:
                 f"{self.path}: output logits: expected float with a fixed vocabulary, "
                 f"got {found['logits'].type} {found['logits'].shape}"
             )
-        return vocab, tuple(taps)
+        hidden = found["hidden"].shape[-1]
+        for name in ("hidden", *(f"tap_{tap}" for tap in taps)):
+            if found[name].shape[-1] != hidden or not isinstance(hidden, int):
+                raise FormatError(
+                    f"{self.path}: output {name}: expected rows of one fixed size, got "
+                    f"{found[name].shape}"
+                )
+        return vocab, hidden, tuple(taps)
 
     def _bind_kv(self) -> None:
         for layer, pair in enumerate(self._kv):
@@ -291,31 +380,6 @@ def _with_twin(tree: Tree) -> Tree:
         depth=np.zeros(2, dtype=np.int32),
         mask=np.eye(2, dtype=np.bool_),
     )
-
-
-def _open(path: Path, threads: int, providers: Sequence[str]) -> ort.InferenceSession:
-    if not path.is_file():
-        raise FormatError(f"{path}: no such file")
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = threads
-    options.inter_op_num_threads = 1
-    options.execution_mode = ort.ExecutionMode.ORT_SEQUENTIAL
-    # Threads wait actively between the ops of a forward, not longer: spinning through
-    # the pauses between forwards takes the cores from whoever else needs them.
-    options.add_session_config_entry("session.intra_op.spin_duration_us", SPIN_US)
-    # Every tree size is a new shape; a remembered allocation plan per shape only grows.
-    options.enable_mem_pattern = False
-    options.log_severity_level = 4  # errors come back as exceptions; never print
-    try:
-        return ort.InferenceSession(
-            str(path),
-            sess_options=options,
-            providers=list(providers) or ["CPUExecutionProvider"],
-        )
-    except Exception as error:  # its exceptions share no base
-        broken = type(error).__name__ in ("InvalidProtobuf", "InvalidGraph")
-        kind = FormatError if broken else BackendError
-        raise kind(f"{path}: ONNX Runtime cannot load it: {error}") from error
 
 
 def _compare_names(
