@@ -27,7 +27,6 @@ from edgespec.errors import BackendError, UsageError
 from edgespec.gguf_header import shards
 from edgespec.loading import (
     BACKENDS,
-    HEAD_BACKENDS,
     find_draft,
     locate_draft,
     open_draft,
@@ -269,9 +268,7 @@ def check_methods(
 def _has(bundle: Model, method: str, backend: str) -> bool:
     """Whether a backend can draft so."""
     try:
-        return backend in HEAD_BACKENDS and (
-            find_draft(bundle, method, backend) is not None
-        )
+        return find_draft(bundle, method, backend) is not None
     except UsageError:
         return False
 

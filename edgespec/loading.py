@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from edgespec.drafts import AnyHead
 
 # Backends that run heads, and in which form they take them.
-HEAD_BACKENDS = {"native": "gguf", "onnx": "onnx"}
+HEAD_BACKENDS = {"native": "gguf", "onnx": "onnx", "llamacpp": "gguf"}
 BACKENDS = ("auto", "native", "onnx", "llamacpp")
 KV_TYPES = ("f16", "int8")
 MOST_THREADS = 256  # thousands are minutes of starting them, and then a crash
@@ -133,14 +133,14 @@ def find_draft(bundle: Model, option: str, backend: str) -> Available | Path | N
     choice = parse_draft(option)
     if not choice.kinds:
         return None
-    form = HEAD_BACKENDS.get(backend)
-    if form is None or (form == "onnx" and choice.word == "model"):
-        if choice.needs_head:
-            raise UsageError(
-                f"draft: {option} needs the native backend; {backend} gives it no "
-                "hidden states and lends it no weights; --draft ngram runs on every one"
-            )
-        return None
+    form = HEAD_BACKENDS[backend]
+    if backend == "llamacpp" and not choice.needs_head:
+        return None  # it would take the weights twice, which is for the user to say
+    if form == "onnx" and choice.word == "model":
+        raise UsageError(
+            f"draft: {option} needs the native or the llamacpp backend; on onnx there "
+            "are eagle, medusa and ngram"
+        )
     found = find(bundle, choice, form)
     if form == "onnx" and isinstance(found, Path):
         raise UsageError(
@@ -160,9 +160,10 @@ def open_draft(target: Target, draft: DraftFile) -> AnyHead:
 
         assert isinstance(target, OnnxTarget)
         return target.open_head(draft.path, draft.step)
+    from edgespec.targets.llamacpp import LlamaCppTarget
     from edgespec.targets.native import NativeTarget
 
-    assert isinstance(target, NativeTarget), "locate_draft finds none for others"
+    assert isinstance(target, NativeTarget | LlamaCppTarget)
     return target.open_head(draft.path, source=draft.source)
 
 

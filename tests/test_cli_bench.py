@@ -181,7 +181,7 @@ def test_interrupts_print_what_there_is(scripted, prompts, monkeypatch, capsys) 
         (["--methods", "medusa"], "has no medusa draft; it has ngram only"),
         (
             ["--methods", "eagle", "--backend", "llamacpp"],
-            "eagle needs the native backend",
+            "has no eagle draft; it has ngram only",
         ),
         (["--tree", "best:1"], "tree: best:N takes 2 to 64"),
         (["--tree", "bush"], "tree: expected auto, best:N, chain:K"),

@@ -156,7 +156,7 @@ def test_a_gguf_alone_has_ngrams_only(target: Path) -> None:
     ("backend", "words"),
     [
         ("onnx", "head is a graph of the bundle: export .* --format onnx --head PATH"),
-        ("llamacpp", "native backend; llamacpp gives it no"),
+        ("llamacpp", "it has ngram only; to use an EAGLE head of yours"),
     ],
 )
 def test_backends_without_heads_say_so(target: Path, backend: str, words: str) -> None:

@@ -189,7 +189,7 @@ def test_auto_is_the_eagle_head_with_ngrams(bundle: Bundle) -> None:
             "neither .* it has eagle:eagle3, eagle:eagle, medusa:medusa and",
         ),
         ("eagle:.", r"on the onnx backend a head is a graph .* --head \."),
-        ("model", "model needs the native backend"),
+        ("model", "model needs the native or the llamacpp backend"),
     ],
 )
 def test_drafts_that_onnx_does_not_have(
@@ -256,7 +256,7 @@ def test_bench(
             assert row["extra_memory_mb"] > 0.01
     flags[flags.index("--methods") + 1] = "plain,model"
     assert main(["bench", str(bundle.directory), *flags]) == 2
-    assert "model needs the native backend" in capsys.readouterr().err
+    assert "model needs the native or the llamacpp backend" in capsys.readouterr().err
 
 
 def test_generate_and_chat(bundle: Bundle, capsys: pytest.CaptureFixture[str]) -> None:

@@ -224,8 +224,8 @@ def command(
                 limits = max_tokens or MAX_TOKENS
                 found = _acceptance(opened, wanted, trees, chosen, limits, progress)
             else:
-                bench_arms.open_heads(bundle, opened, wanted, progress)
                 bench_arms.keep_better_attention(opened)
+                bench_arms.open_heads(bundle, opened, wanted, progress)
                 found = _speed(
                     opened,
                     wanted,

@@ -61,9 +61,9 @@ class Choice:
 def parse_draft(option: str) -> Choice:
     """Reads a --draft option.
 
-    auto is the EAGLE head, where there is one and the backend can run it, together
-    with n-grams; eagle, medusa and model are a head alone, with "+ngram" behind the
-    word together with n-grams; ":PATH" or ":NAME" says which.
+    auto is the EAGLE head, where there is one and it costs the backend no second copy
+    of the model, together with n-grams; eagle, medusa and model are a head alone, with
+    "+ngram" behind the word together with n-grams; ":PATH" or ":NAME" says which.
 
     Raises UsageError for anything else.
     """

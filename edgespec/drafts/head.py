@@ -20,12 +20,18 @@ class HeadDraft:
     Args:
         path: a GGUF file.
         source: what the user named, None for heads that come with model or edgespec.
+        is_lender_ours: the model was opened for this head alone and is closed with it.
 
     Raises FormatError naming both sides for a head of another target.
     """
 
     def __init__(
-        self, model: NativeModel, path: Path, *, source: Path | None = None
+        self,
+        model: NativeModel,
+        path: Path,
+        *,
+        source: Path | None = None,
+        is_lender_ours: bool = False,
     ) -> None:
         self._head = NativeHead(model, path)
         try:
@@ -40,6 +46,9 @@ class HeadDraft:
         self.path = path
         self.source = source
         self.weight_bytes = info.weight_bytes
+        self._lender = model if is_lender_ours else None
+        if is_lender_ours:
+            self.weight_bytes += model.info.weight_bytes
         self.state_bytes = self._drafter.memory  # keys and values, features, scratch
 
     @property
@@ -77,3 +86,5 @@ class HeadDraft:
         """Frees the memory; before the target's model. Idempotent."""
         self._drafter.close()
         self._head.close()
+        if self._lender is not None:
+            self._lender.close()

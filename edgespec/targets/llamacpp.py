@@ -6,11 +6,13 @@ import ctypes
 import time
 import weakref
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from edgespec._native import NativeModel
+from edgespec.drafts.head import HeadDraft
 from edgespec.errors import (
     BackendError,
     ContextError,
@@ -19,8 +21,11 @@ from edgespec.errors import (
     UsageError,
 )
 from edgespec.targets.base import Capabilities, check_tokens
-from edgespec.targets.llamacpp_library import library, reason
+from edgespec.targets.llamacpp_library import layer_states, library, reason
 from edgespec.tree.topology import MAX_ROWS, Tree, chain
+
+if TYPE_CHECKING:
+    from edgespec.drafts import AnyHead
 
 BATCH = 256  # rows of one decode call
 PROBE_WIDTHS = (2, 4, 8)
@@ -35,6 +40,9 @@ class LlamaCppTarget:
     below it, so that it sees its ancestors and nothing else. Committed rows belong to
     sequence 0, which doubles as the first leaf's; the others borrow them for one
     forward. `capabilities.row_invariant` is measured at load.
+
+    A draft head gets the hidden states from here, and weights of the target from our
+    own engine, which opens the file a second time.
 
     Args:
         path: the GGUF file, the first one of a sharded model.
@@ -74,6 +82,9 @@ class LlamaCppTarget:
         self._free.atexit = False  # the process takes the memory with it
         self._memory = api.llama_get_memory(self._context)
         self.vocab: int = api.llama_vocab_n_tokens(api.llama_model_get_vocab(model))
+        self._n_layers: int = api.llama_model_n_layer(model)
+        self._hidden: int = api.llama_model_n_embd(model)
+        self._head: HeadDraft | None = None
         self._batch = _Batch(api)
         self._logits = np.empty((1, self.vocab), dtype=np.float32)
         self._length = 0
@@ -86,6 +97,7 @@ class LlamaCppTarget:
             window=False,
             snapshot=False,
             row_invariant=self._is_row_invariant(),
+            heads=True,
         )
 
     @property
@@ -99,11 +111,12 @@ class LlamaCppTarget:
         n = tree.n
         if logit_rows is None:
             logit_rows = np.arange(n, dtype=np.int64)
-        if not 1 <= n <= BATCH or len(logit_rows) > MAX_ROWS:
+        if not 1 <= n <= self._most or len(logit_rows) > MAX_ROWS:
             raise UsageError(
-                f"forward: expected 1 to {BATCH} rows and at most {MAX_ROWS} rows of "
-                f"logits, got {n} and {len(logit_rows)}"
+                f"forward: expected 1 to {self._most} rows and at most {MAX_ROWS} rows "
+                f"of logits, got {n} and {len(logit_rows)}"
             )
+        self._catch_up()
         self._check_room(n)
         check_tokens(tree.tokens, self.vocab)
         self._drop()
@@ -111,7 +124,8 @@ class LlamaCppTarget:
         self._is_dirty = True
         for leaf in range(1, len(paths)):
             self._api.llama_memory_seq_cp(self._memory, COMMITTED, leaf, -1, -1)
-        self._batch.fill(tree.tokens, self._length + tree.depth, paths, logit_rows)
+        wanted = np.arange(n) if self._reads_last else logit_rows
+        self._batch.fill(tree.tokens, self._length + tree.depth, paths, wanted)
         self._decode()
         if len(logit_rows) > len(self._logits):
             self._logits = np.empty((len(logit_rows), self.vocab), dtype=np.float32)
@@ -126,19 +140,23 @@ class LlamaCppTarget:
         n = len(tokens)
         check_tokens(tokens, self.vocab)
         self._check_room(n)
+        self._catch_up()
         self._drop()
         self._is_dirty = True
-        for start in range(0, n, BATCH):
-            part = tokens[start : start + BATCH]
+        for start in range(0, n, self._most):
+            part = tokens[start : start + self._most]
             rows = len(part)
-            is_last = start + rows == n
+            wanted = np.arange(rows if self._reads_last else 0)
+            if start + rows == n and not self._reads_last:
+                wanted = np.array([rows - 1])
             self._batch.fill(
                 part,
                 self._length + start + np.arange(rows),
                 np.ones((1, rows), dtype=np.bool_),
-                np.array([rows - 1] if is_last else [], dtype=np.int64),
+                wanted,
             )
             self._decode()
+            self._tell(part, np.arange(rows))
         logits: NDArray[np.float32] = self._logits[0]
         logits[:] = self._row_logits(rows - 1)
         self._length += n
@@ -155,6 +173,7 @@ class LlamaCppTarget:
                     "commit: expected a path of the last forward from its root, got "
                     f"{path}"
                 )
+            self._tell(tree.tokens[path], np.array(path))
             through = _leaf_paths(tree)[:, path[-1]]
             self._keep(int(through.argmax()), len(path))
         self._drop()
@@ -165,9 +184,105 @@ class LlamaCppTarget:
         self._length = length
         self._is_dirty = True
         self._drop()
+        self._catch_up()
+
+    def open_head(self, path: Path, *, source: Path | None = None) -> HeadDraft:
+        """A draft head for this target; to be closed before it.
+
+        Our engine opens the target's file as well and lends the head what it needs of
+        the weights, so that these are in memory twice.
+
+        Raises FormatError naming both sides for a head of another target,
+        UnsupportedError where llama.cpp does not give the states the head reads, or
+        our engine does not know the model.
+        """
+        model = NativeModel(self.path, threads=self.threads)
+        try:
+            model.load()
+            head = HeadDraft(model, path, source=source, is_lender_ours=True)
+        except BaseException:
+            model.close()
+            raise
+        inner = [tap for tap in head.taps if tap != self._n_layers]
+        if inner and layer_states(self._api) is None:
+            head.close()
+            raise UnsupportedError(
+                f"{path}: the head reads hidden states {list(head.taps)}, and this "
+                "llama-cpp-python gives none from between layers: --backend native"
+            )
+        return head
+
+    def attach(self, head: AnyHead | None) -> None:
+        """Keeps a head in step from now on; another one begins anew, and so do we."""
+        if head is self._head:
+            return
+        assert head is None or isinstance(head, HeadDraft), "one of open_head"
+        self.truncate(0)
+        self._keep_states(False)
+        self._head = head
+        if head is not None:
+            head.restart()
+            self._keep_states(True)
 
     def close(self) -> None:
+        self._head = None
         self._free()
+
+    @property
+    def _reads_last(self) -> bool:
+        """Whether the head reads what the final norm gives: then rows are outputs."""
+        return self._head is not None and self._n_layers in self._head.taps
+
+    @property
+    def _most(self) -> int:
+        """Rows of one decode call; llama.cpp has room for so many outputs."""
+        return MAX_ROWS if self._reads_last else BATCH
+
+    def _keep_states(self, is_kept: bool) -> None:
+        for tap in () if self._head is None else self._head.taps:
+            if tap == self._n_layers:
+                self._api.llama_set_embeddings(self._context, is_kept)
+            elif (found := layer_states(self._api)) is not None:
+                found[0](self._context, tap, is_kept)
+
+    def _tell(self, tokens: NDArray[np.int32], rows: NDArray[np.int64]) -> None:
+        """Tells the head of rows of the last decode about to be committed."""
+        head = self._head
+        if head is None:
+            return
+        states = np.empty((len(rows), len(head.taps), self._hidden), np.float32)
+        for i, tap in enumerate(head.taps):
+            if tap == self._n_layers:
+                for k, row in enumerate(rows):
+                    states[k, i] = self._last_state(int(row))
+            else:
+                states[:, i] = self._layer_state(tap)[rows]
+        head.append(tokens, states if head.taps else None)
+
+    def _last_state(self, row: int) -> NDArray[np.float32]:
+        pointer = self._api.llama_get_embeddings_ith(self._context, row)
+        return self._array(pointer, (self._hidden,), self._n_layers)
+
+    def _layer_state(self, tap: int) -> NDArray[np.float32]:
+        functions = layer_states(self._api)
+        pointer = functions and functions[1](self._context, tap)
+        return self._array(pointer, (self._batch.struct.n_tokens, self._hidden), tap)
+
+    def _array(
+        self, pointer: Any, shape: tuple[int, ...], tap: int
+    ) -> NDArray[np.float32]:
+        if not pointer:
+            raise BackendError(
+                f"{self.path}: llama.cpp gives no hidden states {tap} of this model"
+                f"{reason()}; --draft ngram, or --backend native"
+            )
+        found: NDArray[np.float32] = np.ctypeslib.as_array(pointer, shape)
+        return found
+
+    def _catch_up(self) -> None:
+        """Cuts what the head was told of and an interrupt kept from being committed."""
+        if self._head is not None and self._head.length != self._length:
+            self._head.truncate(self._length)
 
     def _keep(self, leaf: int, rows: int) -> None:
         """Makes the first `rows` tree rows of a leaf's sequence committed ones."""

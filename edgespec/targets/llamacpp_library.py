@@ -8,6 +8,16 @@ from typing import Any
 
 from edgespec.errors import BackendError
 
+# Hidden states between layers are not in llama.h: the C++ functions by their names in
+# libraries made by gcc and clang, and by Microsoft's compiler.
+_SET_LAYER = (
+    "_Z30llama_set_embeddings_layer_inpP13llama_contextjb",
+    "?llama_set_embeddings_layer_inp@@YAXPEAUllama_context@@I_N@Z",
+)
+_GET_LAYER = (
+    "_Z30llama_get_embeddings_layer_inpP13llama_contextj",
+    "?llama_get_embeddings_layer_inp@@YAPEAMPEAUllama_context@@I@Z",
+)
 _WARN, _ERROR = 2, 3  # levels of ggml's log
 _log: deque[str] = deque(maxlen=8)  # what llama.cpp last complained about
 _callback: Any = None  # C keeps a pointer to it
@@ -45,6 +55,25 @@ def library() -> Any:
     api.llama_backend_init()
     _api = api
     return api
+
+
+def layer_states(api: Any) -> tuple[Any, Any] | None:
+    """Functions that have layers' inputs kept, and that give them; None without.
+
+    set(context, layer, is_kept), get(context, layer) -> rows of the last decode.
+    """
+    found = []
+    for names in (_SET_LAYER, _GET_LAYER):
+        named = [name for name in names if hasattr(api._lib, name)]
+        if not named:
+            return None
+        found.append(getattr(api._lib, named[0]))
+    set_layer, get_layer = found
+    set_layer.argtypes = [ctypes.c_void_p, ctypes.c_uint32, ctypes.c_bool]
+    set_layer.restype = None
+    get_layer.argtypes = [ctypes.c_void_p, ctypes.c_uint32]
+    get_layer.restype = ctypes.POINTER(ctypes.c_float)
+    return set_layer, get_layer
 
 
 def _remember(level: int, text: bytes, _data: Any) -> None:
