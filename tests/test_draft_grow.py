@@ -59,7 +59,7 @@ def check(tree, *, rows=64) -> None:
     assert len(ranks) == len(tokens) == tree.n - 1
 
 
-def chances(logits, shift=-0.4, slope=0.9):
+def chances(logits, shift=0.0, slope=1.0):
     """Of each token, before anything was learned."""
     u = np.exp(logits - logits.max())
     u = np.clip(u / u.sum(), 1e-5, 0.9999)

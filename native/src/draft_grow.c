@@ -29,9 +29,9 @@ enum {
     LANES = 16,
 };
 
-static const float SHARP = 0.5f;              /* measured with an EAGLE-3 head, as are ... */
+static const float SHARP = 0.7f;              /* measured with an EAGLE-3 head, as are ... */
 static const double NO_LUCK = -1.0;           /* noise that is seldom less */
-static const float SLOPE = 0.9f, SHIFT = -0.4f;
+static const float SLOPE = 1.0f, SHIFT = 0.0f;
 static const float HIT = 0.5f;                /* chance of the best child, before any was seen */
 static const float RATE_SHIFT = 0.05f, RATE_SLOPE = 0.005f, RATE_HIT = 0.05f;
 static const float MAX_SHIFT = 3.0f, MIN_SLOPE = 0.2f, MAX_SLOPE = 2.0f;

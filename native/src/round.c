@@ -58,6 +58,10 @@ static es_status draft_shape(es_session *s, bounds most, es_tree *tree)
     return ES_OK;
 }
 
+/* What a level of the head has to promise where nothing is planned, in expected tokens: less than
+   its pass costs on any machine. */
+static const double LEAST_GAIN = 0.04;
+
 /* The best of what n-grams and the head say together. */
 static es_status draft_best(es_session *s, bounds most, es_tree *tree)
 {
@@ -69,7 +73,7 @@ static es_status draft_best(es_session *s, bounds most, es_tree *tree)
     }
     if (s->grow != NULL && (!is_planned || es_plan_wants_head(&s->plan, tree))) {
         es_tree grown;
-        double price = is_planned ? es_plan_level_price(&s->plan) : 0.0;
+        double price = is_planned ? es_plan_level_price(&s->plan) : LEAST_GAIN;
         es_grow_request r = request(s, most, floor, price);
         es_status status = es_grow_best(s->grow, &r, &grown);
         if (status != ES_OK) {
