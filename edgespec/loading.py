@@ -131,8 +131,8 @@ def find_draft(bundle: Model, option: str, backend: str) -> Available | Path | N
     Raises UsageError where there is no such head or the backend cannot run it.
     """
     choice = parse_draft(option)
-    if not choice.kinds:
-        return None
+    if not choice.kinds or backend not in HEAD_BACKENDS:
+        return None  # an unknown backend is refused where it would be opened
     form = HEAD_BACKENDS[backend]
     if backend == "llamacpp" and not choice.needs_head:
         return None  # it would take the weights twice, which is for the user to say
