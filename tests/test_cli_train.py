@@ -10,8 +10,8 @@ import pytest
 
 from edgespec.cli.app import main
 from edgespec.config import Training
-from edgespec_export.sources import heads
-from edgespec_export.train import texts, training, writing
+from edgespec_export.sources import heads, hf
+from edgespec_export.train import card, texts, training, writing
 from tests.export import families, train_data
 
 
@@ -55,6 +55,12 @@ def test_from_a_target_to_a_head(
     assert report["data"]["held_out"] > 0 and report["data"]["seed"] == 1
     assert report["tokens_trained_on"] > 0
     assert report["history"][-1]["by_depth"]["measured"]
+    written = (out / training.CARD).read_text()
+    assert f"--head {head} " in written and made.weights.origin.sha256 in written
+    assert "| held-out | 0." in written and "| measured | 0." in written
+    licensed = report | {"target": report["target"] | {"licence": "apache-2.0"}}
+    (tmp_path / "README.md").write_text(card.text(licensed))
+    assert hf.licence(tmp_path) == "apache-2.0"
     if head == "pruned:0,7":
         assert (out / "draft.gguf").is_file()
     else:

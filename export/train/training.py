@@ -19,7 +19,7 @@ from edgespec.config import Training
 from edgespec.errors import UsageError
 from edgespec.progress import Progress, silent
 from edgespec_export import forward, sources
-from edgespec_export.train import data, layouts, shards
+from edgespec_export.train import card, data, layouts, shards
 from edgespec_export.train.eagle3 import Eagle3
 from edgespec_export.train.loop import CHECKPOINT, Budget, Loop, Measure
 from edgespec_export.train.medusa import Medusa
@@ -28,7 +28,7 @@ from edgespec_export.train.shards import Stored
 from edgespec_export.weights import WeightSet
 
 KINDS = ("eagle3", "medusa", "pruned")
-REPORT = "training.json"
+REPORT, CARD = "training.json", "README.md"
 DEPTHS = 4  # heads of Medusa; drafts in a row that others are taught or measured on
 _DEFAULT = Training()
 REPLY_TOKENS = 768  # most of a reply in the data
@@ -133,6 +133,7 @@ def train(
         }
         text = json.dumps(report, indent=1) + "\n"
         write_whole(wanted.directory / REPORT, text)
+        write_whole(wanted.directory / CARD, card.text(report))
 
     loop = Loop(
         head,
