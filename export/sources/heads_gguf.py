@@ -239,7 +239,7 @@ def _tensors(
 ) -> dict[str, Tensor]:
     by_gguf = {gguf_name(name): name for name in shapes(head)}
     missable = {gguf_name(name) for name in optional(head)}
-    missable -= _needed(file.metadata, head)
+    missable -= _needed(file.metadata, head, stored)
     found = [name for name in stored if name not in (D2T, ROPE_FREQS)]
     check_names({n for n in by_gguf if n not in missable or n in stored}, found, where)
     counts = {"blk.0.attn_q": head.n_heads, "blk.0.attn_k": head.n_kv_heads}
@@ -255,13 +255,23 @@ def _tensors(
     return tensors
 
 
-def _needed(metadata: Mapping[str, Any], head: Head) -> set[str]:
-    """Tensors that the flags call for."""
-    needed = set()
+def _needed(
+    metadata: Mapping[str, Any], head: Head, stored: Mapping[str, TensorInfo]
+) -> set[str]:
+    """Tensors that the flags call for, or others of their kind."""
+    each_tap = {gguf_name(f"fc_norm.{i}") for i in range(len(head.taps))}
+    needed: set[str] = set()
+    for together in (
+        {gguf_name(f"blk.0.attn_{part}_norm") for part in "qk"},
+        {gguf_name(f"medusa.{h}.output") for h in range(head.heads)},
+        each_tap,
+    ):
+        if not together.isdisjoint(stored):
+            needed |= together
     if metadata.get("eagle3.norm_before_fc"):
         needed.add(gguf_name("enc.output_norm"))
     if metadata.get("edgespec.head.fc_norm"):
-        needed.update(gguf_name(f"fc_norm.{i}") for i in range(len(head.taps)))
+        needed |= each_tap
     return needed
 
 

@@ -402,8 +402,10 @@ static void want_layer(loader *l)
     want(l, NEEDED, q, inputs, IN_LAYER(q), "blk.0.attn_q.weight");
     want(l, NEEDED, kv, inputs, IN_LAYER(k), "blk.0.attn_k.weight");
     want(l, NEEDED, kv, inputs, IN_LAYER(v), "blk.0.attn_v.weight");
-    want(l, OPTIONAL, 0, s->head_dim, IN_LAYER(q_norm), "blk.0.attn_q_norm.weight");
-    want(l, OPTIONAL, 0, s->head_dim, IN_LAYER(k_norm), "blk.0.attn_k_norm.weight");
+    bool normed = has(l, "blk.0.attn_q_norm.weight") || has(l, "blk.0.attn_k_norm.weight");
+    int norms = normed ? NEEDED : OPTIONAL;
+    want(l, norms, 0, s->head_dim, IN_LAYER(q_norm), "blk.0.attn_q_norm.weight");
+    want(l, norms, 0, s->head_dim, IN_LAYER(k_norm), "blk.0.attn_k_norm.weight");
     want(l, NEEDED, hidden, q, IN_LAYER(o), "blk.0.attn_output.weight");
     want(l, NEEDED, 0, hidden, IN_LAYER(ffn_norm), "blk.0.ffn_norm.weight");
     want(l, NEEDED, s->ffn, hidden, IN_LAYER(gate), "blk.0.ffn_gate.weight");
@@ -516,6 +518,12 @@ static es_status want_medusa(loader *l)
         return es_fail(ES_ERR_MEMORY, "%s: no memory for %d heads", l->path, (int)heads);
     }
     want(l, OPTIONAL, rows, info->hidden, IN_TOP(output), "output.weight");
+    int projections = OPTIONAL; /* of all heads or of none */
+    for (int32_t h = 0; h < heads; h++) {
+        char name[40];
+        snprintf(name, sizeof(name), "medusa.%d.output.weight", (int)h);
+        projections = has(l, name) ? NEEDED : projections;
+    }
     for (int32_t h = 0; h < heads; h++) {
         for (int32_t b = 0; b < (int32_t)blocks; b++) {
             es_block *block = &head->block[h * (int32_t)blocks + b];
@@ -524,7 +532,7 @@ static es_status want_medusa(loader *l)
             want(l, NEEDED, 0, info->hidden, block, offsetof(es_block, bias), "medusa.%d.%d.bias",
                  (int)h, (int)b);
         }
-        want(l, OPTIONAL, rows, info->hidden, &head->output[h], 0, "medusa.%d.output.weight",
+        want(l, projections, rows, info->hidden, &head->output[h], 0, "medusa.%d.output.weight",
              (int)h);
     }
     return l->status;

@@ -33,6 +33,7 @@ static void add_eagle(toy *t, int32_t type, bool is_third)
         toy_add(t, type, hidden, 0, "blk.0.attn_norm.weight");
         toy_add(t, type, hidden, 0, "blk.0.attn_norm_2.weight");
         toy_add(t, type, TOY_HEAD_DIM, 0, "blk.0.attn_q_norm.weight");
+        toy_add(t, type, TOY_HEAD_DIM, 0, "blk.0.attn_k_norm.weight");
         toy_add(t, type, hidden, 0, "output_norm.weight");
         toy_add(t, type, hidden, 0, "fc_norm.0.weight");
         toy_add(t, type, hidden, 0, "fc_norm.1.weight");
@@ -42,6 +43,7 @@ static void add_eagle(toy *t, int32_t type, bool is_third)
     }
 }
 
+/* With projections of its own as F32, else on the first rows of the target's. */
 static void add_medusa(toy *t, int32_t type)
 {
     char name[64];
@@ -50,8 +52,11 @@ static void add_medusa(toy *t, int32_t type)
         toy_add(t, type, TOY_HIDDEN, TOY_HIDDEN, name);
         snprintf(name, sizeof(name), "medusa.%d.0.bias", (int)h);
         toy_add(t, type, TOY_HIDDEN, 0, name);
+        if (type == ES_GGML_F32) {
+            snprintf(name, sizeof(name), "medusa.%d.output.weight", (int)h);
+            toy_add(t, type, TOY_HIDDEN, DRAFTED, name);
+        }
     }
-    toy_add(t, type, TOY_HIDDEN, DRAFTED, "medusa.0.output.weight");
 }
 
 static void write_keys(toy *t, const char *arch)
