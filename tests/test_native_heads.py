@@ -34,6 +34,7 @@ HEADS = {
     "eagle without bias": lambda: tiny.eagle(bias=False, own_embedding=False),
     "medusa": tiny.medusa,
     "medusa on the target's": lambda: tiny.medusa(rows=None, layers=2),
+    "medusa on the first ids": lambda: tiny.medusa(rows=None, first=100),
 }
 # children of the root, theirs, and theirs: rows count from the root
 PARENT = (0, 0, 0, 1, 1, 3, 2, 1, 5, 7, 7, 11)
@@ -218,6 +219,7 @@ def test_what_it_tells_of_itself(tmp_path: Path, target: World) -> None:
         "eagle3": ("eagle3", 96, 256, 0, tiny.TAPS),
         "eagle": ("eagle", 320, 256, 0, (tiny.LAYERS,)),
         "medusa on the target's": ("medusa", 320, 0, 3, (tiny.LAYERS,)),
+        "medusa on the first ids": ("medusa", 100, 0, 3, (tiny.LAYERS,)),
     }
     for name, (kind, vocab, most, depth, taps) in made.items():
         path = tmp_path / f"{kind}.gguf"

@@ -204,8 +204,12 @@ def medusa(
     version: str = "2",
     prefix: str = "",
     rows: int | None = VOCAB,
+    first: int | None = None,
 ) -> Checkpoint:
-    """Medusa; "0.1" states two heads whatever it has; rows None: no lm_heads."""
+    """Medusa; "0.1" states two heads whatever it has; rows None: no lm_heads.
+
+    first: tokens drafted, the first ones.
+    """
     rng = np.random.default_rng(seed)
     tensors: Arrays = {}
     for h in range(heads):
@@ -224,4 +228,6 @@ def medusa(
     }
     if version != "0.1":
         config["version"] = version
+    if first is not None:
+        config["draft_vocab_size"] = first
     return Checkpoint(tensors, config)

@@ -33,6 +33,7 @@ HEADS: dict[str, Callable[[], tiny.Checkpoint]] = {
     "eagle without bias": lambda: tiny.eagle(bias=False, own_embedding=False),
     "medusa": tiny.medusa,
     "medusa on the target's": lambda: tiny.medusa(rows=None, layers=2),
+    "medusa on the first ids": lambda: tiny.medusa(rows=None, first=100),
 }
 
 
@@ -381,7 +382,7 @@ def test_a_quantised_targets_embeddings_are_its_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", HEADS)
 def test_smaller_vocabularies(tmp_path: Path, target: WeightSet, name: str) -> None:
     head = read(tmp_path, name, target)
-    known = np.arange(head.vocab) if head.d2t is None else head.d2t
+    known = np.arange(head.draft_vocab) if head.d2t is None else head.d2t
     counts = np.random.default_rng(1).integers(0, 50, head.vocab)
     full = run(head, target)
     for given in (None, counts):

@@ -43,6 +43,7 @@ MEDUSAS: dict[str, Callable[[], tiny.Checkpoint]] = {
     "medusa": tiny.medusa,
     "medusa of two": lambda: tiny.medusa(layers=2),
     "medusa on the target's": lambda: tiny.medusa(rows=None),
+    "medusa on the first ids": lambda: tiny.medusa(rows=None, first=100),
 }
 TREE = ((-1, 0, 0, 1, 0, 1, 3, 4, 6, 3), (0, 1, 0, 0, 3, 2, 1, 0, 0, 0))
 
