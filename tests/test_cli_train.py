@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -121,6 +123,60 @@ def test_what_cannot_work_says_so(
     assert train(made, "-o", str(tmp_path / "out"), *options) == 2
     assert words in capsys.readouterr().err
     assert not list(tmp_path.rglob("*.safetensors"))
+
+
+SCRIPT = """
+import hashlib, json, sys
+from pathlib import Path
+from edgespec.cli.app import main
+from edgespec_export.train import loop, texts, training, writing
+
+writing.AHEAD, training.REPLY_TOKENS = 8, 16
+texts.MIX = {"question": 1, "role": 2, "own": 1}
+step, run, seen = loop.Loop._step, loop.Loop.run, []
+
+def noted_step(self, batch):
+    seen.append(hashlib.sha256(batch.tokens.numpy().tobytes()).hexdigest())
+    step(self, batch)
+
+def noted_run(self):
+    run(self)
+    weights = b"".join(v.detach().numpy().tobytes() for v in self.bare.parameters())
+    said = {"weights": hashlib.sha256(weights).hexdigest(), "batches": seen}
+    rank = self._accelerator.process_index
+    Path(f"{sys.argv[0]}.{rank}.json").write_text(json.dumps(said))
+
+loop.Loop._step, loop.Loop.run = noted_step, noted_run
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_two_processes_learn_one_head(made: families.Model, tmp_path: Path) -> None:
+    """From batches of their own, with data one of them has written."""
+    script, out = tmp_path / "two.py", tmp_path / "head"
+    script.write_text(SCRIPT)
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    options = ["--head", "eagle3", "-o", str(out), "--minutes", "0.02"]
+    options += ["--tokens", "9000", "--threads", "1", "--draft-vocab", "100"]
+    options += ["--seed", "1"]
+    done = subprocess.run(
+        [sys.executable, *launch, str(script), "train", str(made.path), *options],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{out}\n"
+    first, second = (
+        json.loads(script.with_name(f"two.py.{rank}.json").read_text())
+        for rank in range(2)
+    )
+    assert first["weights"] == second["weights"]
+    assert len(first["batches"]) == len(second["batches"]) > 0
+    assert all(a != b for a, b in zip(first["batches"], second["batches"], strict=True))
+    assert heads.read(out, made.weights.config).draft_vocab == 100
+    written = json.loads((out / training.REPORT).read_text())
+    assert written["history"][-1]["step"] == len(first["batches"])
 
 
 def test_a_target_too_shallow_for_eagle(

@@ -104,7 +104,8 @@ def command(
     of drafts whose earlier tokens were right, the share that is right, and the tokens
     of a round they add up to. The best head is kept.
 
-    On several GPUs or machines: accelerate launch -m edgespec train ...
+    On several GPUs or machines: accelerate launch -m edgespec train ..., on processors
+    torchrun instead. What --data and -o name has to be one place for all of them.
     """
     options.check_text("SOURCE", source)
     try:
@@ -135,4 +136,5 @@ def command(
     with progress_bar() as progress:
         model = resolve(source, offline=offline, progress=progress)
         place = training.train(model, wanted, progress=progress, log=note)
-    typer.echo(str(place))
+    if training.is_main_process():
+        typer.echo(str(place))

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from accelerate import PartialState
+from accelerate.utils import parse_flag_from_env
 from numpy.typing import NDArray
 
 from edgespec.bundle import Model
@@ -34,6 +36,7 @@ _DEFAULT = Training()
 REPLY_TOKENS = 768  # most of a reply in the data
 MEASURED_REPLY = 256  # of one that is measured on
 _EAGLE_LAYERS = 7  # that the three taps need
+PATIENCE = timedelta(days=7)  # of processes that wait while one writes the data
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +110,9 @@ def train(
     if wanted.head.kind == "pruned":
         check_layers(wanted.head.layers, target.config)
     wanted.directory.mkdir(parents=True, exist_ok=True)
-    with PartialState().main_process_first():
+    state = _processes()
+    progress = progress if state.is_main_process else silent
+    with state.main_process_first():
         _write_data(source, wanted, progress)
     stored = shards.read_shards(wanted.data)
     learnt = [s for s in stored if not s.is_held_out]
@@ -150,6 +155,21 @@ def train(
         loop.resume()
     loop.run()
     return wanted.directory
+
+
+def is_main_process() -> bool:
+    """Whether this is the process that talks and keeps files, of one or of many."""
+    return bool(PartialState().is_main_process)
+
+
+def _processes() -> PartialState:
+    """What this process knows of the others, on whatever there is to compute with.
+
+    Unless it is told to use processors, accelerate looks for others only beside GPUs.
+    """
+    is_gpu_there = getattr(torch, "accelerator", torch.cuda).is_available()
+    is_cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not is_gpu_there
+    return PartialState(cpu=is_cpu, timeout=PATIENCE)
 
 
 def make_head(
