@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 
 from edgespec_export import head_forward, sources
@@ -115,6 +118,53 @@ def test_eagle3_over_the_whole_vocabulary(tmp_path: Path, target: WeightSet) -> 
     head = reader.read(checkpoint.write(tmp_path), target.config)
     assert (head.d2t, head.draft_vocab) == (None, tiny.VOCAB)
     check_eagle(head, checkpoint, target)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"tie_word_embeddings": True},  # copied from the target's; it has its own
+        {"rope_theta": None, "rope_parameters": {"rope_theta": 1e4}},
+        {"head_dim": None, "eagle_config": None, "norm_before_fc": None},
+        {"eagle_aux_hidden_state_layer_ids": None, "embed_requires_grad": True},
+    ],
+    ids=str,
+)
+def test_settings_that_say_nothing_new(
+    tmp_path: Path, target: WeightSet, config: dict[str, Any]
+) -> None:
+    whole = tiny.eagle3()
+    kept = {k: v for k, v in (whole.config | config).items() if k != "rope_theta" or v}
+    changed = replace(whole, config=kept)
+    check_eagle(reader.read(changed.write(tmp_path), target.config), changed, target)
+
+
+@pytest.mark.parametrize("container", ["model.safetensors", "pytorch_model.bin"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_halves(
+    tmp_path: Path, target: WeightSet, dtype: torch.dtype, container: str
+) -> None:
+    """As public heads are stored, with ids of 32 bits and what only training needs."""
+    whole = tiny.eagle3()
+    tensors = {name: torch.from_numpy(v.copy()) for name, v in whole.tensors.items()}
+    halves = {
+        n: t.to(dtype) if t.is_floating_point() else t for n, t in tensors.items()
+    }
+    halves["d2t"] = halves["d2t"].int()
+    rest = {
+        "verifier_norm.weight": torch.ones(tiny.HIDDEN),
+        "midlayer.self_attn.rotary_emb.inv_freq": torch.ones(8),
+    }
+    if container == "model.safetensors":
+        safetensors.torch.save_file(halves | rest, tmp_path / container)
+    else:
+        torch.save(halves | rest, tmp_path / container)
+    (tmp_path / "config.json").write_text(json.dumps(whole.config))
+    head = reader.read(tmp_path, target.config)
+    assert head.d2t is not None
+    np.testing.assert_array_equal(head.d2t, tiny.draft_ids())
+    read = {name: value.float().numpy() for name, value in floats.items()}
+    check_eagle(head, replace(whole, tensors=read), target)
 
 
 def test_prefixes_of_names_do_not_matter(tmp_path: Path, target: WeightSet) -> None:

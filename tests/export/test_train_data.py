@@ -309,6 +309,34 @@ def test_prompts_are_held_out_whole(made: families.Model) -> None:
         assert shards.is_held_out(sequence.prompt) == expected
 
 
+def test_all_replies_to_a_prompt_are_held_out_or_none(
+    made: families.Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At either temperature, and whatever was asked then."""
+    monkeypatch.setattr(shards, "HELD_OUT", 3)
+
+    def make(number: int, random: np.random.Generator) -> Dialogue:
+        asked, warm = number // 2, 0.8 * (number % 2)
+        prompt = np.random.default_rng(asked).integers(3, 300, 9).tolist()
+        reply = yield Ask(prompt, 8, warm, frozenset({2}))
+        assert reply is not None
+        yield Keep("once", warm)
+        again = [*prompt, *reply.tokens, *random.integers(3, 300, 5).tolist()]
+        yield Ask(again, 8, warm, frozenset({2}), continues=True)
+        yield Keep("twice", warm)
+
+    writer = shards.ShardWriter(tmp_path, {"seed": 1})
+    writer.add(train_data.run(made, make, 40))
+    writer.close()
+    sides: dict[bytes, set[bool]] = {}
+    for sequence in shards.read_shards(tmp_path):
+        prompt = sequence.arrays["tokens"][:9].tobytes()
+        sides.setdefault(prompt, set()).add(sequence.is_held_out)
+    assert len(sides) == 20
+    assert all(len(side) == 1 for side in sides.values())
+    assert 2 <= sum(side == {True} for side in sides.values()) <= 12
+
+
 def test_prompts_to_measure_on_get_one_greedy_reply(
     made: families.Model, tmp_path: Path
 ) -> None:
