@@ -147,9 +147,8 @@ def test_halves(
     """As public heads are stored, with ids of 32 bits and what only training needs."""
     whole = tiny.eagle3()
     tensors = {name: torch.from_numpy(v.copy()) for name, v in whole.tensors.items()}
-    halves = {
-        n: t.to(dtype) if t.is_floating_point() else t for n, t in tensors.items()
-    }
+    floats = {n: t.to(dtype) for n, t in tensors.items() if t.is_floating_point()}
+    halves = tensors | floats
     halves["d2t"] = halves["d2t"].int()
     rest = {
         "verifier_norm.weight": torch.ones(tiny.HIDDEN),
