@@ -116,6 +116,12 @@ def _eagle(
         raise FormatError(
             f"{where}: {n_heads} heads do not divide among {n_kv_heads} KV heads"
         )
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if keys.positive(key, head_dim) != head_dim:
+            raise UnsupportedError(
+                f"{where}: {keys.arch}.{key} {keys.whole(key)}: expected the keys' "
+                f"size {head_dim}"
+            )
     context = keys.positive("context_length")
     eps = file.metadata.get(f"{keys.arch}.attention.layer_norm_rms_epsilon")
     if not isinstance(eps, float) or not 0 < eps < 1:
@@ -242,6 +248,8 @@ def _tensors(
     missable -= _needed(file.metadata, head, stored)
     found = [name for name in stored if name not in (D2T, ROPE_FREQS)]
     check_names({n for n in by_gguf if n not in missable or n in stored}, found, where)
+    if {gguf_name("enc.output_norm"), gguf_name("fc_norm.0")} <= set(found):
+        raise FormatError(f"{where}: norm_before_fc and fc_norm exclude each other")
     counts = {"blk.0.attn_q": head.n_heads, "blk.0.attn_k": head.n_kv_heads}
     expected = shapes(head)
     tensors = {}

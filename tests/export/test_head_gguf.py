@@ -233,6 +233,68 @@ def test_a_file_of_llama_cpps_converter(
     np.testing.assert_allclose(run(got, target), run(expected, target), atol=1e-5)
 
 
+def vector(writer: gguf.GGUFWriter, name: str, size: int) -> None:
+    writer.add_tensor(name, np.ones(size, np.float32))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            lambda w: w.add_uint32("eagle3.attention.value_length", 8),
+            "eagle3.attention.value_length 8: expected the keys' size 16",
+        ),
+        (
+            lambda w: w.add_uint32("eagle3.rope.dimension_count", 8),
+            "eagle3.rope.dimension_count 8: expected the keys' size 16",
+        ),
+        (
+            lambda w: w.add_string("eagle3.rope.scaling.type", "longrope"),
+            "RoPE scaling 'longrope' is not supported",
+        ),
+        (
+            lambda w: w.add_uint32("eagle3.norm_before_residual", 1),
+            "norm_before_residual: expected",
+        ),
+        (
+            lambda w: w.add_bool("eagle3.norm_before_fc", True),
+            "missing: enc.output_norm.weight",
+        ),
+        (lambda w: vector(w, "fc.bias", 64), "unexpected: fc.bias"),
+        (lambda w: vector(w, "t2d", 320), "unexpected: t2d"),
+        (
+            lambda w: vector(w, "blk.1.ffn_norm.weight", 64),
+            "unexpected: blk.1.ffn_norm.weight",
+        ),
+        (
+            lambda w: vector(w, "blk.0.attn_q_norm.weight", 16),
+            "missing: blk.0.attn_k_norm.weight",
+        ),
+        (
+            lambda w: [
+                vector(w, "enc.output_norm.weight", 192),
+                *(vector(w, f"fc_norm.{i}.weight", 64) for i in range(3)),
+            ],
+            "norm_before_fc and fc_norm exclude each other",
+        ),
+    ],
+)
+def test_heads_unlike_llama_cpps(
+    tmp_path: Path,
+    target: WeightSet,
+    changes: Callable[[gguf.GGUFWriter], Any],
+    message: str,
+) -> None:
+    def change(writer: gguf.GGUFWriter) -> None:
+        writer.add_array("eagle3.target_layers", [2, 4, 5])
+        changes(writer)
+
+    path = llama_file(tmp_path / "theirs.gguf", change)
+    with pytest.raises(EdgeSpecError, match=message) as caught:
+        reader.read(path, target.config)
+    assert str(path) in str(caught.value)
+
+
 def test_layer_ids_of_a_gguf(tmp_path: Path, target: WeightSet) -> None:
     def taps(name: str, ids: list[int], convention: str | None = None) -> Any:
         path = tmp_path / name
