@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import gguf
 import numpy as np
 import pytest
 
@@ -108,6 +109,23 @@ def test_layers_of_a_llama_cpp_file(tmp_path: Path, target: World) -> None:
         taps("d", [1, 3, 7])
     with pytest.raises(FormatError, match="extract_layers or eagle3.target_layers"):
         taps("e", None)
+
+
+@pytest.mark.parametrize("others", [[2, 4, 6], [2, 4], [2, 4, 5, 6]])
+def test_layers_under_both_names_agree(
+    tmp_path: Path, target: World, others: list[int]
+) -> None:
+    def write_both(writer: gguf.GGUFWriter, second: list[int] | None) -> None:
+        writer.add_array("eagle3.extract_layers", [2, 4, 5])
+        if second is not None:
+            writer.add_array("eagle3.target_layers", second)
+
+    for i, given in enumerate([None, [2, 4, 5]]):
+        path = llama_file(tmp_path / str(i), lambda w, s=given: write_both(w, s))
+        assert NativeHead(target.model(), path).info.taps == (2, 4, 5)
+    path = llama_file(tmp_path / "b", lambda w: write_both(w, others))
+    with pytest.raises(FormatError, match="extract_layers and .*target_layers differ"):
+        NativeHead(target.model(), path)
 
 
 def test_draft_ids_that_are_none(tmp_path: Path, target: World) -> None:

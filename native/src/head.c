@@ -119,6 +119,26 @@ static es_status check_target(const loader *l, int32_t vocab)
     return stated != (uint32_t)layers ? differ(l, "layers:", stated, layers) : ES_OK;
 }
 
+/* Layer ids under both of the names llama.cpp has had for them must agree. */
+static es_status check_same(const loader *l, const char *key, const char *other, size_t n)
+{
+    size_t m = n;
+    bool found;
+    es_status status = es_gguf_array(l->gguf, other, &m, &found);
+    bool is_same = m == n;
+    for (size_t i = 0; i < n && is_same && found && status == ES_OK; i++) {
+        int64_t a, b = 0;
+        status = es_gguf_array_i64(l->gguf, key, i, &a);
+        if (status == ES_OK) {
+            status = es_gguf_array_i64(l->gguf, other, i, &b);
+        }
+        is_same = status != ES_OK || a == b;
+    }
+    return status != ES_OK || is_same
+               ? status
+               : es_fail(ES_ERR_FORMAT, "%s: %s and %s differ", l->path, key, other);
+}
+
 /* llama.cpp's ids are inputs of layers where they begin with 2, outputs where they begin with 1, as
    both are written for the same layers; our own key has hidden states. */
 static es_status read_taps(loader *l)
@@ -145,9 +165,13 @@ static es_status read_taps(loader *l)
                        key, ES_MAX_TAPS, n);
     }
     int64_t shift = 0;
+    es_status status = k == 2 ? check_same(l, key, keys[2], n) : ES_OK;
+    if (status != ES_OK) {
+        return status;
+    }
     for (size_t i = 0; i < n; i++) {
         int64_t id;
-        es_status status = es_gguf_array_i64(l->gguf, key, i, &id);
+        status = es_gguf_array_i64(l->gguf, key, i, &id);
         if (status != ES_OK) {
             return status;
         }
