@@ -243,15 +243,32 @@ def written_to(
     return shards.read_shards(place)
 
 
+class KilledWriter(shards.ShardWriter):
+    """Has no time to write what does not fill a shard."""
+
+    def close(self) -> None:
+        if sum(len(s.tokens) for s in self._open) >= shards.SHARD_TOKENS:
+            super().close()
+
+
 @pytest.mark.usefixtures("few_at_a_time")
+@pytest.mark.parametrize("is_killed", [False, True])
 def test_interrupted_data_go_on_as_if_they_had_not_been(
-    made: families.Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    made: families.Model,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    is_killed: bool,
 ) -> None:
     monkeypatch.setattr(shards, "SHARD_TOKENS", 700)
     whole = written_to(made, tmp_path / "whole", 4000)
     for stop_at in (100, 2000, 3000):
-        some = written_to(made, tmp_path / "parts", 4000, stop_at)
+        with monkeypatch.context() as patched:
+            if is_killed:
+                patched.setattr(data, "ShardWriter", KilledWriter)
+            some = written_to(made, tmp_path / "parts", 4000, stop_at)
         assert len(some) < len(whole)
+        if is_killed:
+            assert bool(some) == (stop_at > shards.SHARD_TOKENS)
     (tmp_path / "parts" / ".shard-00003.tokens.npy.1.part").write_text("left over")
     parts = written_to(made, tmp_path / "parts", 4000)
     for a, b in zip(whole, parts, strict=True):
