@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ from edgespec.gguf_header import (
     open_gguf,
     shards,
 )
-from edgespec.gguf_model import read_architecture
+from edgespec.gguf_model import read_architecture, read_gguf_model
 from edgespec.manifest import TARGETS, Architecture
 from edgespec.tree.topology import MAX_ROWS, Tree
 
@@ -122,10 +122,14 @@ def inspect_bundle(bundle: Model) -> Inspection:
         architecture=bundle.manifest.architecture,
         layouts=layouts,
         tree=tree,
-        drafts=tuple(
-            StoredDraft(f"{head.word}:{head.name}", head.kind, head.size, head.origin)
-            for head in available(bundle)
-        ),
+        drafts=_drafts(bundle),
+    )
+
+
+def _drafts(model: Model) -> tuple[StoredDraft, ...]:
+    return tuple(
+        StoredDraft(f"{head.word}:{head.name}", head.kind, head.size, head.origin)
+        for head in available(model)
     )
 
 
@@ -139,12 +143,18 @@ def inspect_file(path: Path) -> Inspection:
             f"{path}: expected a bundle directory, a .gguf or a .onnx file"
         )
     try:
-        return readers[path.suffix](path)
+        found = readers[path.suffix](path)
     except ImportError as error:
         raise UnsupportedError(
             f"{path}: reading it needs {error.name}; "
             "install it with: pip install 'edgespec[export]'"
         ) from None
+    if path.suffix != ".gguf":
+        return found
+    try:
+        return replace(found, drafts=_drafts(read_gguf_model(path)))
+    except EdgeSpecError:  # a file that is shown although it does not run
+        return found
 
 
 def read_gguf(path: Path) -> Inspection:
