@@ -18,7 +18,8 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast
 
-from edgespec.errors import UsageError
+from edgespec.cache import cannot_write
+from edgespec.errors import FormatError, UsageError
 from edgespec.progress import Progress, silent
 from edgespec_export.train.objective import Acceptance
 from edgespec_export.train.optimizers import optimizers
@@ -32,6 +33,8 @@ SAVE_SECONDS = 180.0
 WARM_STEPS = 100
 LAST_RATE = 0.05  # of the learning rate, at the end
 CLIP = 1.0
+_KEPT = {"settings", "module", "optimizers", "random", "at", "best", "losses"}
+_AGAIN = "remove it, and training begins anew with the data there are"
 
 
 class Trainee(Protocol):
@@ -61,11 +64,11 @@ class Budget:
 
     @property
     def learning_rate(self) -> float:
-        """0.05 for a quarter of an hour, falling to 0.025 for two hours."""
+        """0.012 for 18 minutes, more for fewer, 0.006 for two and a half hours."""
         if self.rate is not None:
             return self.rate
-        by_minutes: float = 0.05 * (15 / self.minutes) ** (1 / 3)
-        return min(0.05, max(0.025, by_minutes))
+        by_minutes: float = 0.012 * (18 / self.minutes) ** (1 / 3)
+        return min(0.05, by_minutes)
 
 
 @dataclass(slots=True)
@@ -191,18 +194,10 @@ class Loop:
     def resume(self) -> None:
         """Goes back to the checkpoint.
 
-        Raises UsageError without one, or when it was made with other settings.
+        Raises UsageError without one, or when it was made with other settings;
+        FormatError for a damaged one.
         """
-        path = self._directory / CHECKPOINT
-        if not path.is_file():
-            raise UsageError(f"--resume: {path}: no checkpoint")
-        kept = torch.load(path, weights_only=True, map_location="cpu")
-        for name, value in self._settings.items():
-            if kept["settings"].get(name) != value:
-                raise UsageError(
-                    f"--resume: {path} was made with {name} "
-                    f"{kept['settings'].get(name)!r:.60}, now {value!r:.60}"
-                )
+        kept = read_checkpoint(self._directory, self._settings)
         self.bare.load_state_dict(kept["module"])
         for optimizer, state in zip(self._optimizers, kept["optimizers"], strict=True):
             optimizer.load_state_dict(state)
@@ -225,8 +220,12 @@ class Loop:
             "best": self._best,
             "losses": self._losses,
         }
-        torch.save(kept, part)
-        os.replace(part, path)
+        try:
+            torch.save(kept, part)
+            os.replace(part, path)
+        except (OSError, RuntimeError) as error:  # torch's for a full disk
+            part.unlink(missing_ok=True)
+            raise cannot_write(path, error) from error
 
     def _epoch(self) -> Iterator[Batch]:
         """The rest of the epoch's batches of this process, each loaded beforehand."""
@@ -307,6 +306,37 @@ class Loop:
         module.train()
         assert total is not None
         return total
+
+
+def read_checkpoint(directory: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """A directory's checkpoint, if it was made with these settings.
+
+    Raises UsageError without one or for other settings, FormatError for a damaged one.
+    """
+    path = directory / CHECKPOINT
+    if not path.is_file():
+        raise UsageError(
+            f"--resume: {path}: no checkpoint; without --resume training begins, with "
+            "the data there are"
+        )
+    try:
+        kept = torch.load(path, weights_only=True, map_location="cpu", mmap=True)
+    except OSError:
+        raise
+    except Exception as error:  # whatever a damaged pickle makes of it
+        raise FormatError(f"{path}: truncated or damaged; {_AGAIN}") from error
+    missing = _KEPT - set(kept) if isinstance(kept, dict) else _KEPT
+    if missing:
+        raise FormatError(
+            f"{path}: not a checkpoint: it lacks {', '.join(sorted(missing))}; {_AGAIN}"
+        )
+    for name, value in settings.items():
+        if kept["settings"].get(name) != value:
+            raise UsageError(
+                f"--resume: {path} was made with {name} "
+                f"{kept['settings'].get(name)!r:.60}, now {value!r:.60}"
+            )
+    return dict(kept)
 
 
 def _loaded(

@@ -356,9 +356,9 @@ def test_only_its_own_training_is_resumed(
 
 
 def test_rates_rise_and_fall(made: families.Model, written: list[Stored]) -> None:
-    assert Budget(10).learning_rate == 0.05
-    assert 0.025 < Budget(60).learning_rate < 0.05
-    assert Budget(600).learning_rate == 0.025
+    assert Budget(0.1).learning_rate == 0.05
+    assert Budget(18).learning_rate == 0.012
+    assert 0.005 < Budget(170).learning_rate < 0.006
 
 
 # ---- files ----
