@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from edgespec.errors import ModelNotFoundError, UsageError
+from edgespec.errors import EdgeSpecError, ModelNotFoundError, UsageError
 from edgespec.progress import Progress, silent
 
 CHUNK = 1 << 20
@@ -74,6 +74,15 @@ def write_whole(path: Path, text: str) -> None:
     except OSError:
         part.unlink(missing_ok=True)
         raise
+
+
+def cannot_write(path: Path, error: Exception) -> EdgeSpecError:
+    """What to raise when a library failed to write a file, whatever it raised."""
+    # For a full disk they have exceptions without errno, and torch many lines.
+    said = getattr(error, "strerror", None) or str(error).partition("\n")[0]
+    return EdgeSpecError(
+        f"{path}: cannot write: {said}; make room there, or write elsewhere"
+    )
 
 
 def sha256_of(path: Path, progress: Progress = silent) -> str:

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from safetensors import SafetensorError
 
 from edgespec.cli.app import main
 from edgespec.config import Training
 from edgespec_export.sources import heads, hf
-from edgespec_export.train import card, texts, training, writing
+from edgespec_export.train import card, layouts, loop, texts, training, writing
 from tests.export import families, train_data
 
 
@@ -101,11 +106,19 @@ def test_data_are_shared_by_heads(made: families.Model, tmp_path: Path) -> None:
         (["--head", "eagle"], "--head: expected eagle3, medusa or pruned:LAYERS"),
         (["--head", "pruned"], "such as pruned:0,1,28,29"),
         (["--head", "medusa:3"], "got 'medusa:3'"),
+        (["--head", "medusa:"], "got 'medusa:'"),
+        (["--head", "pruned:"], "got 'pruned:'"),
         (["--head", "pruned:0,x"], "expected numbers of layers, got 'pruned:0,x'"),
         (["--head", "pruned:0,8"], "expected some of layers 0 to 7, ascending"),
         (["--head", "medusa", "--layout", "speculators"], "not medusa ones"),
         (["--head", "medusa", "--layout", "x"], "--layout: expected safeailab"),
         (["--head", "medusa", "--minutes", "0"], "--minutes: expected more than 0"),
+        (["--head", "medusa", "--minutes", "inf"], "and an end, got inf"),
+        (["--head", "medusa", "--seed", "-1"], "--seed: expected 0 to 2^63 - 1"),
+        (["--head", "medusa", "--seed", str(2**63)], "--seed: expected 0 to"),
+        (["--head", "medusa", "--prompts", "/none"], "prompts: cannot read /none"),
+        (["--head", "medusa", "--measure", "/none"], "prompts: cannot read /none"),
+        (["--head", "medusa", "--data", __file__], "cannot be a directory: File"),
         (["--head", "medusa", "--tokens", "0"], "--tokens: expected 1 or more"),
         (["--head", "medusa", "--draft-vocab", "0"], "--draft-vocab: expected 1"),
         (["--head", "medusa", "--threads", "0"], "--threads: expected 1 or more"),
@@ -123,6 +136,89 @@ def test_what_cannot_work_says_so(
     assert train(made, "-o", str(tmp_path / "out"), *options) == 2
     assert words in capsys.readouterr().err
     assert not list(tmp_path.rglob("*.safetensors"))
+
+
+def test_prompts_to_measure_on_are_read_before_data_are_written(
+    made: families.Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out"
+    prompts.write_text("nonsense")
+    for option in ("--prompts", "--measure"):
+        options = ["--head", "medusa", "-o", str(out), option, str(prompts)]
+        assert train(made, *options) == 1
+        assert "prompts.jsonl, line 1" in capsys.readouterr().err
+        assert not out.exists()
+
+
+def test_data_do_not_grow_under_a_training_that_is_resumed(
+    made: families.Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--head", "medusa", "-o", str(tmp_path)]
+    assert train(made, *options) == 0
+    shards = sorted(tmp_path.glob("data/*"))
+    assert train(made, *options, "--tokens", "90000", "--resume") == 2
+    words = r"made with \d+ tokens of data, now --tokens 90000; .* another --out"
+    assert re.search(words, capsys.readouterr().err)
+    assert sorted(tmp_path.glob("data/*")) == shards
+    assert train(made, *options, "--resume") == 0
+
+
+def test_damaged_files_of_a_training_are_named(
+    made: families.Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--head", "medusa", "-o", str(tmp_path), "--resume"]
+    assert train(made, *options[:-1]) == 0
+    whole = loop.CHECKPOINT, "data/data.json", "data/shard-00000.json"
+    arrays = [f"data/shard-00000.{name}.npy" for name in ("states", "tokens")]
+    for name in (*whole, *arrays):
+        path = tmp_path / name
+        kept = path.read_bytes()
+        for damaged in (b"", b"{", b"{}", b"[1]", kept[:-9], kept[: len(kept) // 2]):
+            path.write_bytes(damaged)
+            capsys.readouterr()
+            assert train(made, *options) == 1, (name, damaged[:9])
+            said = capsys.readouterr().err
+            assert f"edgespec: {path}: " in said and "; " in said
+            assert "remove " in said or "take another" in said
+        path.write_bytes(kept)
+    path.unlink()
+    assert train(made, *options) == 1
+    assert f"edgespec: {path}: missing; remove shard-00000.*" in capsys.readouterr().err
+    path.write_bytes(kept)
+    torch.save({"settings": {}}, tmp_path / loop.CHECKPOINT)
+    assert train(made, *options) == 1
+    assert "not a checkpoint: it lacks at, best, losses" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "error"),
+    [
+        (np, "save", OSError("9 requested and 5 written")),
+        (torch, "save", RuntimeError("[enforce fail] unexpected pos\nat line 9")),
+        (layouts, "save_file", SafetensorError("I/O error")),
+    ],
+)
+def test_a_full_disk_names_the_file_and_leaves_no_part(
+    made: families.Model,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    module: Any,
+    name: str,
+    error: Exception,
+) -> None:
+    def full(*_args: Any, **_options: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(module, name, full)
+    assert train(made, "--head", "medusa", "-o", str(tmp_path)) == 1
+    first = str(error).partition("\n")[0]
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith(f"edgespec: {tmp_path}/")
+    assert said.endswith(
+        f": cannot write: {first}; make room there, or write elsewhere"
+    )
+    assert not list(tmp_path.rglob("*.part"))
 
 
 SCRIPT = """

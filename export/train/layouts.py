@@ -14,9 +14,10 @@ import numpy as np
 import torch
 from gguf import GGUFValueType
 from numpy.typing import NDArray
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from edgespec.cache import write_whole
+from edgespec.cache import cannot_write, write_whole
 from edgespec.errors import UsageError
 from edgespec.gguf_header import Metadata
 from edgespec_export import draft_model, gguf_file
@@ -197,7 +198,10 @@ def _pruned(head: Pruned, target: WeightSet, path: Path) -> None:
         draft_model.put_ids(made, None if is_all else ids, target.config.vocab)
     config = replace(target.config, n_layers=len(head.layers))
     pruned = replace(target, config=config, tensors=tensors, gguf_metadata=made)
-    gguf_file.write(pruned, None, path)
+    try:
+        gguf_file.write(pruned, None, path)
+    except OSError as error:
+        raise cannot_write(path, error) from error
 
 
 def _stored(name: str, value: NDArray[np.float32]) -> Tensor:
@@ -216,7 +220,8 @@ def _save(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
     whole = {name: value.contiguous() for name, value in tensors.items()}
     try:
         save_file(whole, part, metadata={"format": "pt"})
+        part.chmod(0o644)  # as every other file; safetensors makes it the owner's
         os.replace(part, path)
-    except OSError:
+    except (OSError, SafetensorError) as error:
         part.unlink(missing_ok=True)
-        raise
+        raise cannot_write(path, error) from error

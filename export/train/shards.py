@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.cache import write_whole
+from edgespec.cache import cannot_write, write_whole
 from edgespec.errors import FormatError, UsageError
 from edgespec_export.train.writing import Sequence
 
@@ -117,10 +117,13 @@ def read_settings(directory: Path) -> dict[str, Any]:
     index = directory / INDEX
     if not index.is_file():
         raise FormatError(f"{directory}: no {INDEX}: not training data")
-    found = json.loads(index.read_text(encoding="utf-8"))
+    found = _read_json(index)
     if found.get("format") != FORMAT or found.get("version") != VERSION:
-        raise FormatError(f"{index}: expected {FORMAT} {VERSION}")
-    return dict(found)
+        raise FormatError(
+            f"{index}: expected {FORMAT} {VERSION}, got {found.get('format')} "
+            f"{found.get('version')}; take another --data directory"
+        )
+    return found
 
 
 def read_shards(directory: Path) -> list[Stored]:
@@ -130,10 +133,8 @@ def read_shards(directory: Path) -> list[Stored]:
         if not shard["ends"]:
             continue
         stem = f"shard-{number:05d}"
-        arrays = {
-            name: np.load(directory / f"{stem}.{name}.npy", mmap_mode="r")
-            for name in ARRAYS
-        }
+        tokens = shard["ends"][-1]
+        arrays = {name: _read_array(directory, stem, name, tokens) for name in ARRAYS}
         begin = 0
         for i, end in enumerate(shard["ends"]):
             found.append(
@@ -165,8 +166,48 @@ def shard_indices(directory: Path) -> list[dict[str, Any]]:
     """The shards' indices, from the first one on without a gap."""
     found: list[dict[str, Any]] = []
     while (path := directory / f"shard-{len(found):05d}.json").is_file():
-        found.append(json.loads(path.read_text(encoding="utf-8")))
+        shard = _read_json(path)
+        lists = ("ends", "kinds", "temperatures", "held_out", "digests")
+        is_whole = all(isinstance(shard.get(name), list) for name in lists) and all(
+            isinstance(shard.get(name), int) for name in ("dropped", "next_dialogue")
+        )
+        if not is_whole or len({len(shard[name]) for name in lists}) != 1:
+            raise FormatError(f"{path}: damaged: not a shard's index; {_again(path)}")
+        found.append(shard)
     return found
+
+
+def _read_array(directory: Path, stem: str, name: str, tokens: int) -> NDArray[Any]:
+    path = directory / f"{stem}.{name}.npy"
+    try:
+        array: NDArray[Any] = np.load(path, mmap_mode="r")
+    except FileNotFoundError:
+        raise FormatError(f"{path}: missing; {_again(path)}") from None
+    except (ValueError, EOFError) as error:
+        raise FormatError(f"{path}: truncated or damaged; {_again(path)}") from error
+    if len(array) != tokens:
+        raise FormatError(
+            f"{path}: expected {tokens} tokens, got {len(array)}; {_again(path)}"
+        )
+    return array
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise FormatError(f"{path}: damaged: {error}; {_again(path)}") from None
+    if not isinstance(found, dict):
+        raise FormatError(f"{path}: damaged: expected an object; {_again(path)}")
+    return found
+
+
+def _again(path: Path) -> str:
+    """What to do about a damaged file; shards are written in order."""
+    stem, _, _ = path.name.partition(".")
+    if path.name == INDEX:
+        return "take another --data directory"
+    return f"remove {stem}.* and the shards behind it: they are written again"
 
 
 def _check_settings(index: Path, settings: Mapping[str, Any]) -> None:
@@ -189,6 +230,6 @@ def _save(path: Path, array: NDArray[Any]) -> None:
         with open(part, "wb") as file:
             np.save(file, array)
         os.replace(part, path)
-    except OSError:
+    except OSError as error:
         part.unlink(missing_ok=True)
-        raise
+        raise cannot_write(path, error) from error

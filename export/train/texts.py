@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from edgespec.errors import FormatError
+from edgespec.errors import FormatError, UsageError
 from edgespec_export.train.talk import Talk
 from edgespec_export.train.writing import Ask, Dialogue, Keep, Reply
 
@@ -263,10 +263,14 @@ class Makers:
 def read_prompts(path: Path) -> list[Prompt]:
     """Prompts of a file of JSON lines with `prompt` or `turns`.
 
-    Raises FormatError naming the first line that is neither.
+    Raises UsageError for a file that cannot be read, FormatError naming the first line
+    that is neither.
     """
     found = []
-    lines = path.read_text(encoding="utf-8").splitlines()
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"prompts: cannot read {path}: {error}") from None
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue

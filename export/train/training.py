@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -21,9 +22,15 @@ from edgespec.config import Training
 from edgespec.errors import UsageError
 from edgespec.progress import Progress, silent
 from edgespec_export import forward, sources
-from edgespec_export.train import card, data, layouts, shards
+from edgespec_export.train import card, data, layouts, shards, texts
 from edgespec_export.train.eagle3 import Eagle3
-from edgespec_export.train.loop import CHECKPOINT, Budget, Loop, Measure
+from edgespec_export.train.loop import (
+    CHECKPOINT,
+    Budget,
+    Loop,
+    Measure,
+    read_checkpoint,
+)
 from edgespec_export.train.medusa import Medusa
 from edgespec_export.train.pruned import Pruned, check_layers
 from edgespec_export.train.shards import Stored
@@ -49,10 +56,10 @@ class HeadKind:
     @staticmethod
     def parse(text: str) -> HeadKind:
         """Reads eagle3, medusa or pruned:0,1,29; UsageError for anything else."""
-        kind, _, rest = text.partition(":")
+        kind, colon, rest = text.partition(":")
         parts = rest.split(",") if rest else []
         is_pruned = kind == "pruned"
-        if kind not in KINDS or is_pruned != bool(parts):
+        if kind not in KINDS or not is_pruned == bool(colon) == bool(parts):
             raise UsageError(
                 "--head: expected eagle3, medusa or pruned:LAYERS such as "
                 f"pruned:0,1,28,29, got {text!r}"
@@ -109,7 +116,9 @@ def train(
     target = sources.read(source.path)
     if wanted.head.kind == "pruned":
         check_layers(wanted.head.layers, target.config)
-    wanted.directory.mkdir(parents=True, exist_ok=True)
+    if wanted.resume:
+        _check_resumed(wanted, budget)
+    _make_directories(wanted)
     state = _processes()
     progress = progress if state.is_main_process else silent
     with state.main_process_first():
@@ -204,8 +213,12 @@ def most_frequent(sequences: list[Stored], size: int, vocab: int) -> NDArray[np.
 
 def _check(model: Model, wanted: Wanted) -> None:
     shape = model.manifest.architecture
-    if not wanted.minutes > 0:
-        raise UsageError(f"--minutes: expected more than 0, got {wanted.minutes:g}")
+    if not 0 < wanted.minutes < math.inf:
+        raise UsageError(
+            f"--minutes: expected more than 0, and an end, got {wanted.minutes:g}"
+        )
+    if not 0 <= wanted.seed < 2**63:
+        raise UsageError(f"--seed: expected 0 to 2^63 - 1, got {wanted.seed}")
     for option, value in (
         ("--tokens", wanted.tokens),
         ("--draft-vocab", wanted.draft_vocab),
@@ -229,6 +242,10 @@ def _check(model: Model, wanted: Wanted) -> None:
             f"{wanted.directory}: has the checkpoint of a training; --resume goes on "
             "with it"
         )
+    # A mistake here is to be known now, and not when hours of data are written.
+    for file in (wanted.prompts, wanted.measure):
+        if file is not None:
+            texts.read_prompts(file)
 
 
 def _write_data(source: data.Source, wanted: Wanted, progress: Progress) -> None:
@@ -260,6 +277,44 @@ def _greedy(sequences: list[Stored]) -> list[Stored]:
     return [s for s in sequences if s.temperature == 0]
 
 
+def _settings(wanted: Wanted, budget: Budget) -> dict[str, Any]:
+    """What a training that is resumed must have been begun with, but for the data."""
+    return {
+        "head": wanted.head.kind,
+        "layers": list(wanted.head.layers),
+        "draft_vocab": wanted.draft_vocab,
+        "depths": DEPTHS,
+        "minutes": wanted.minutes,
+        "seed": wanted.seed,
+        "width": budget.width,
+        "rows": budget.rows,
+        "learning_rate": budget.learning_rate,
+    }
+
+
+def _make_directories(wanted: Wanted) -> None:
+    for option, place in (("--out", wanted.directory), ("--data", wanted.data)):
+        try:
+            place.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(
+                f"{option} {place}: cannot be a directory: {error.strerror}; name "
+                "another one"
+            ) from None
+
+
+def _check_resumed(wanted: Wanted, budget: Budget) -> None:
+    """Before data are written that the checkpoint knows nothing of."""
+    kept = read_checkpoint(wanted.directory, _settings(wanted, budget))
+    tokens = kept["settings"].get("data_tokens", 0)
+    if wanted.tokens > tokens:
+        raise UsageError(
+            f"--resume: {wanted.directory / CHECKPOINT} was made with {tokens} tokens "
+            f"of data, now --tokens {wanted.tokens}; more data need a training of "
+            "their own: another --out, and --data with these"
+        )
+
+
 def _facts(
     wanted: Wanted, budget: Budget, target: WeightSet, stored: list[Stored]
 ) -> dict[str, Any]:
@@ -267,18 +322,7 @@ def _facts(
     described = {k: v for k, v in written.items() if k not in ("format", "version")}
     held_out = [s for s in stored if s.is_held_out]
     return {
-        "settings": {
-            "head": wanted.head.kind,
-            "layers": list(wanted.head.layers),
-            "draft_vocab": wanted.draft_vocab,
-            "depths": DEPTHS,
-            "minutes": wanted.minutes,
-            "seed": wanted.seed,
-            "width": budget.width,
-            "rows": budget.rows,
-            "learning_rate": budget.learning_rate,
-            "data_tokens": sum(map(len, stored)),
-        },
+        "settings": _settings(wanted, budget) | {"data_tokens": sum(map(len, stored))},
         "target": {
             "name": target.name,
             "sha256": target.origin.sha256,
