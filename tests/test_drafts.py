@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 from dataclasses import replace
@@ -20,6 +21,7 @@ from edgespec.drafts.available import available, find
 from edgespec.drafts.conversion import as_gguf
 from edgespec.drafts.fit import ENOUGH, Fit
 from edgespec.errors import (
+    EdgeSpecError,
     FormatError,
     ModelNotFoundError,
     UnsupportedError,
@@ -28,7 +30,7 @@ from edgespec.errors import (
 from edgespec.gguf_header import open_gguf
 from edgespec.gguf_model import read_gguf_model
 from edgespec.loading import load, locate_draft, open_session
-from edgespec_export import pipeline
+from edgespec_export import head_bundle, pipeline
 from edgespec_export.head_bundle import HeadOptions
 from tests.export import heads as tiny
 from tests.export.checkpoints import Shape, gguf_checkpoint
@@ -299,6 +301,45 @@ def test_a_head_of_yours_is_converted_once(
     other = as_gguf(path, model, choice)
     assert other != made and not made.exists()
     assert [p for p in made.parent.iterdir() if p.suffix != ".lock"] == [other]
+
+
+def test_a_conversion_that_fails_leaves_nothing(
+    target: Path,
+    tmp_path: Path,
+    edgespec_home: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path = tiny.eagle3().write(tmp_path / "head")
+    model, choice = read_gguf_model(target), parse_draft(f"eagle:{path}")
+    made = as_gguf(path, model, choice)
+    made.unlink()
+
+    def full(*_args: object, **_options: object) -> None:
+        raise OSError("9 requested and 5 written")  # numpy's, without errno
+
+    with monkeypatch.context() as patched:
+        patched.setattr(head_bundle, "write", full)
+        words = f"{made.name}: cannot write: 9 requested and 5 written; make room"
+        with pytest.raises(EdgeSpecError, match=re.escape(words)):
+            as_gguf(path, model, choice)
+    assert [p.suffix for p in made.parent.iterdir()] == [".lock"]
+    left = made.parent / f".{made.stem}-killed"
+    left.mkdir()
+    (left / "half.gguf").write_bytes(b"GGUF")
+    assert as_gguf(path, model, choice) == made
+    assert not left.exists()
+
+
+def test_directories_that_do_not_say_which_draft(
+    bundle: Bundle, tmp_path: Path, edgespec_home: Path
+) -> None:
+    choice = parse_draft(f"eagle:{tmp_path}")
+    with pytest.raises(ModelNotFoundError, match=r"no weights in it: expected .*\.pt"):
+        as_gguf(tmp_path, bundle, choice)
+    for name in ("a.gguf", "b.gguf"):
+        shutil.copy(bundle.directory / "draft-eagle.gguf", tmp_path / name)
+    with pytest.raises(UsageError, match=r"has a.gguf, b.gguf: name one"):
+        as_gguf(tmp_path, bundle, choice)
 
 
 def test_a_large_head_is_made_small(

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from edgespec.bundle import exporter_key
 from edgespec.bundle_files import Bundle
-from edgespec.cache import home, locked, sha256_of
+from edgespec.cache import cannot_write, home, locked, sha256_of
 from edgespec.drafts import Choice
 from edgespec.errors import (
     EdgeSpecError,
@@ -32,7 +32,8 @@ KEY_DIGITS = 12
 HEADS = {"eagle3": "eagle", "edgespec-eagle": "eagle", "edgespec-medusa": "medusa"}
 SMALL = 1_000_000  # weights of a head, up to which 8 bits would save nothing
 _PICKLES = (".bin", ".pt", ".pth")  # not read where there are .safetensors
-_READ = (".safetensors", ".json", ".gguf", ".model", *_PICKLES)
+_ABOUT = (".json", ".model")  # beside weights
+_READ = (".safetensors", ".gguf", *_PICKLES, *_ABOUT)
 
 
 def as_gguf(
@@ -58,8 +59,14 @@ def _sole_gguf(path: Path) -> Path | None:
     """The file itself, or the one of a directory that has no other weights."""
     if path.is_dir():
         ggufs = sorted(path.glob("*.gguf"))
-        is_sole = len(ggufs) == 1 and not any(path.glob("*.safetensors"))
-        return ggufs[0] if is_sole else None
+        if any(path.glob("*.safetensors")) or not ggufs:
+            return None
+        if len(ggufs) > 1:
+            if any(file.suffix in _PICKLES for file in path.iterdir()):
+                return None
+            names = ", ".join(file.name for file in ggufs)
+            raise UsageError(f"draft: {path} has {names}: name one of these files")
+        return ggufs[0]
     with path.open("rb") as file:
         return path if file.read(4) == b"GGUF" else None
 
@@ -120,6 +127,8 @@ def _convert(
     (draft,) = head_bundle.read(head_bundle.HeadOptions((path,)), weights)
     _check_word(path, "eagle" if draft.kind == "eagle3" else draft.kind, choice)
     progress(f"convert {path.name}", 1, 2)
+    for left in place.parent.glob(f".{place.stem}-*"):  # by one that was killed
+        shutil.rmtree(left, ignore_errors=True)
     work = Path(tempfile.mkdtemp(prefix=f".{place.stem}-", dir=place.parent))
     try:
         head_bundle.write(
@@ -136,9 +145,7 @@ def _convert(
     except OSError as error:
         if isinstance(error, EdgeSpecError):
             raise
-        raise EdgeSpecError(
-            f"{place}: cannot write the converted head: {error.strerror or error}"
-        ) from error
+        raise cannot_write(place, error) from error
     finally:
         shutil.rmtree(work, ignore_errors=True)
     progress(f"convert {path.name}", 2, 2)
@@ -162,7 +169,10 @@ def _key(path: Path, target: Path, progress: Progress) -> str:
     else:
         files = [path, *(f for f in [path.with_name("config.json")] if f.is_file())]
     if not files:
-        raise ModelNotFoundError(f"{path}: no weights in it")
+        raise ModelNotFoundError(
+            f"{path}: no weights in it: expected a file in "
+            f"{', '.join(suffix for suffix in _READ if suffix not in _ABOUT)}"
+        )
     digest = hashlib.sha256(exporter_key().encode())
     status = target.stat()
     digest.update(f"\0{target}\0{status.st_size}\0{status.st_mtime_ns}".encode())
