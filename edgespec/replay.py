@@ -6,6 +6,8 @@ Kernels that round differently for one row and for several move the logits; the
 divergence is explained only when that moves the two contenders by more than the gap
 between them. Replays put an accepted path first in its tree, so that committing it
 moves no KV row: an error in our own compaction is not replayed, stays unexplained.
+Rounding depends on the place of a row and on the rows beside it, so a replay need not
+round as the run did: trees cut to the path and a few more rows are tried as well.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from edgespec.targets.base import HeadTarget, RoundTarget
 
 NO_TOKEN = -1  # where a reply has already ended
+MOST_OTHERS = 4  # rows beside a path, of replays with trees cut
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,24 +148,48 @@ def path_first(tree: Tree, rows: NDArray[np.int32]) -> Tree:
     )
 
 
+def path_and(tree: Tree, rows: NDArray[np.int32], others: int | None) -> Tree:
+    """The same with at most so many of the other rows; None: with all."""
+    whole = path_first(tree, rows)
+    if others is None:
+        return whole
+    n = min(len(rows) + others, tree.n)
+    return Tree(
+        tokens=whole.tokens[:n],
+        parent=whole.parent[:n],
+        rank=whole.rank[:n],
+        depth=whole.depth[:n],
+        mask=np.ascontiguousarray(whole.mask[:n, :n]),
+    )
+
+
 def _path_to(tree: Tree, row: int) -> NDArray[np.int32]:
     return np.flatnonzero(tree.mask[row]).astype(np.int32)
 
 
-def replay_history(target: Target, deciding: Deciding) -> NDArray[np.float32]:
-    """Logits of the deciding row, every earlier step at its recorded width."""
+def replay_history(
+    target: Target, deciding: Deciding, others: int | None = None
+) -> NDArray[np.float32]:
+    """Logits of the deciding row, every earlier step at its recorded width.
+
+    others: rows beside a path at most; None: all, and the deciding tree as it was.
+    """
     target.truncate(0)
     for step in deciding.steps:
         target.truncate(min(step.length, target.length))
         if step.rows is None:
             target.prefill(step.tree.tokens)
         else:
-            target.forward(path_first(step.tree, step.rows))
+            target.forward(path_and(step.tree, step.rows, others))
             target.commit(np.arange(len(step.rows), dtype=np.int32))
     target.truncate(min(deciding.step.length, target.length))
+    tree = deciding.step.tree
     if deciding.step.rows is None:
-        return np.array(target.prefill(deciding.step.tree.tokens))
-    return np.array(target.forward(deciding.step.tree)[deciding.row])
+        return np.array(target.prefill(tree.tokens))
+    if others is None:
+        return np.array(target.forward(tree)[deciding.row])
+    path = _path_to(tree, deciding.row)
+    return np.array(target.forward(path_and(tree, path, others))[len(path) - 1])
 
 
 def replay_widths(
@@ -224,7 +251,6 @@ def explain(
     prefix = sequence[: spec.step.length]
     narrow, wide = replay_widths(target, prefix, spec, chunk)
     histories = [replay_history(target, deciding) for deciding in (plain, spec)]
-    target.truncate(0)
 
     def margin(logits: NDArray[np.float32]) -> float:
         first, second = scores(logits, params, sequence, tokens)
@@ -240,6 +266,15 @@ def explain(
         change > one >= 0 or (np.isposinf(one) and many < 0)
         for (one, many), change in zip(margins, changes, strict=True)
     )
+    if not is_explained and gap >= 0:
+        for others in range(MOST_OTHERS + 1):
+            cut = replay_history(target, spec, others)
+            if margin(cut) < 0:
+                pairs = (pairs[0], (histories[0], cut))
+                changes[1] = gap - margin(cut)
+                is_explained = True
+                break
+    target.truncate(0)
     return Divergence(
         index=index - prompt_tokens,
         plain_token=tokens[0],

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 import edgespec
+from edgespec import replay
 from edgespec._native import tree_derive
 from edgespec.cli.app import main
 from edgespec.config import Sampling, Speculation
 from edgespec.errors import FormatError, UsageError
-from edgespec.replay import NO_TOKEN, ends_early, path_first
+from edgespec.replay import NO_TOKEN, ends_early, path_and, path_first
 from edgespec.verification import first_difference, read_prompts, verify
 from edgespec.verification_report import by_subtask, summarise
 from tests.scripted import SecondBranch, scripted_session
@@ -112,6 +113,35 @@ def test_rounding_of_wide_rows_is_explained(load, prompts, capsys) -> None:
     assert found["change"] == pytest.approx(0.3, abs=1e-5)
     assert found["is_explained"] is True
     assert data["row_invariant"] is False
+
+
+def test_rounding_that_only_trees_cut_show_is_explained(
+    load, prompts, monkeypatch
+) -> None:
+    """Replays of whole trees round as one row does, though the run did not."""
+    widths, history = replay.replay_widths, replay.replay_history
+
+    def one_width(*args):
+        narrow, _ = widths(*args)
+        return narrow, narrow
+
+    def rounded(target, deciding, others=None):
+        logits = history(target, deciding, others)
+        if others is None and deciding.step.tree.n > 1:
+            logits[ord("x")] -= 0.3
+        return logits
+
+    monkeypatch.setattr(replay, "replay_widths", one_width)
+    monkeypatch.setattr(replay, "replay_history", rounded)
+    session = load(rival=RIVAL, gap=0.1, wobble=0.3)
+    sampling = [Sampling(temperature=0.0, seed=1)]
+    (run,) = verify(
+        session, read_prompts(prompts)[:1], sampling=sampling, max_tokens=40
+    )
+    found = run.divergence
+    assert found is not None and found.is_explained
+    assert found.change == 0
+    assert found.history_change == pytest.approx(0.3, abs=1e-5)
 
 
 def test_sampled_divergences_are_replayed_with_their_noise(load, prompts) -> None:
@@ -237,6 +267,16 @@ def test_path_first_is_the_same_tree() -> None:
     np.testing.assert_array_equal(again.depth, moved.depth)
     before = {tuple(tree.tokens[tree.mask[row]]) for row in range(tree.n)}
     assert before == {tuple(moved.tokens[moved.mask[row]]) for row in range(moved.n)}
+
+
+@pytest.mark.parametrize("others", [0, 1, 2, 9])
+def test_a_tree_cut_keeps_the_path(others: int) -> None:
+    tree = tree_derive([10, 11, 12, 13, 14, 15], [-1, 0, 0, 1, 2, 4])
+    rows = np.array([0, 2, 4], dtype=np.int32)
+    cut = path_and(tree, rows, others)
+    assert cut.tokens.tolist() == [10, 12, 14, 11, 13, 15][: 3 + others]
+    again = tree_derive(cut.tokens, cut.parent, cut.rank)
+    np.testing.assert_array_equal(again.mask, cut.mask)
 
 
 def test_ratio_is_a_median_with_an_interval(load, prompts) -> None:
