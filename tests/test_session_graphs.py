@@ -13,9 +13,11 @@ import pytest
 from edgespec.bundle import Bundle, open_bundle
 from edgespec.cli.app import main
 from edgespec.config import Runtime, Sampling, Speculation, Stopping
+from edgespec.drafts.graphs import GraphHead
 from edgespec.errors import FormatError, UsageError
 from edgespec.loading import open_draft, open_session, open_target
 from edgespec.session import Session
+from edgespec.targets.native import NativeTarget
 from edgespec_export import pipeline
 from edgespec_export.head_bundle import HeadOptions
 from tests.export import heads as tiny
@@ -136,6 +138,52 @@ def test_the_text_is_the_same_with_every_draft(
         assert head.length == 0
         fresh = session.complete(again, sampling=sampling, stopping=Stopping(8))
         assert more.tokens == fresh.tokens
+
+
+@pytest.mark.parametrize("draft", ["eagle:eagle3", "eagle:eagle", "medusa"])
+def test_a_head_is_told_the_states_of_what_is_committed(
+    bundle: Bundle, target: Path, draft: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with session_of(bundle, draft, "best:6") as session:
+        head = session.engine.head
+        assert isinstance(head, GraphHead)
+        told: list[tuple[np.ndarray, np.ndarray]] = []
+        append = head.append
+
+        def noted(ids: np.ndarray, states: np.ndarray) -> None:
+            told.append((ids.copy(), states.astype(np.float32)))
+            append(ids, states)
+
+        monkeypatch.setattr(head, "append", noted)
+        session.complete(TEXT, sampling=sampled(0.0), stopping=Stopping(TOKENS))
+        sequence = np.concatenate([ids for ids, _ in told])
+        assert sequence.tolist() == session.engine.sequence[: len(sequence)].tolist()
+    native = NativeTarget(target, context=512, threads=1)
+    expected = native.hidden_states(sequence, head.taps)
+    native.close()
+    states = np.concatenate([states for _, states in told])
+    # Both round; the states of another row would be off by more than their size.
+    error = np.linalg.norm(states - expected, axis=-1)
+    error /= np.linalg.norm(expected, axis=-1)
+    assert error.max() < 0.3 and error.mean() < 0.1
+
+
+@pytest.mark.parametrize("draft", ["eagle:eagle3", "medusa"])
+@pytest.mark.parametrize("tree", ["auto", "best:6", "chain:3"])
+def test_what_is_always_right_is_always_accepted(
+    bundles: dict[str, Bundle], draft: str, tree: str
+) -> None:
+    """The constant heads draft one token, and the sampling lets no other through."""
+    with session_of(bundles["constant"], draft, tree) as session:
+        prompt = session.encode(TEXT, raw=True)
+        options = {"stopping": Stopping(TOKENS)}
+        head = session.engine.head
+        token = 0 if getattr(head, "ids", None) is None else int(head.ids[0])
+        sampling = Sampling(temperature=0.0, seed=3, logit_bias={token: 1e4})
+        reply = session.complete(prompt, sampling=sampling, **options)
+    assert reply.tokens == (token,) * TOKENS
+    assert reply.stats.acceptance == 1
+    assert reply.stats.tokens_per_round > (1 if tree == "auto" else 2)
 
 
 @pytest.mark.parametrize("draft", ["none", "eagle:eagle3", "medusa+ngram"])

@@ -139,6 +139,17 @@ def test_verify_explains_what_rounding_moved(
         assert run["spec"]["stats"]["drafted"] > 0
 
 
+def test_a_draft_that_is_the_target_is_accepted(bundle: Bundle) -> None:
+    """But for what the two engines round differently."""
+    draft = f"model:{bundle.path_of('target.gguf')}"
+    sampling = Sampling(temperature=0.0, seed=3)
+    with session_of(bundle, draft, "chain:3") as session:
+        stats = session.complete(TEXT, sampling=sampling, stopping=Stopping(40)).stats
+    assert stats.draft == "model"
+    assert stats.depth_accepted[0] > 0.8 * stats.depth_tried[0] > 5
+    assert stats.tokens_per_round > 2.5
+
+
 @pytest.mark.parametrize("word", WORDS)
 def test_turns_go_on_where_the_last_ended(bundle: Bundle, word: str) -> None:
     sampling = Sampling(temperature=0.0, seed=3)
