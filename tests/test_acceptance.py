@@ -180,4 +180,4 @@ def test_bench_acceptance(model: Path, tmp_path: Path, capsys) -> None:
     assert "acceptance" in captured.err
     flags = ["--acceptance", "--methods", "plain", "--prompts", str(prompts)]
     assert main(["bench", str(model), *flags]) == 2
-    assert "drafts nothing of ours" in capsys.readouterr().err
+    assert "drafts nothing of ours; name ngram or a head" in capsys.readouterr().err

@@ -307,7 +307,10 @@ def _acceptance(
         if method not in bench_arms.METHODS
     ]
     if not drafts:
-        raise UsageError(f"--acceptance: {','.join(methods)} drafts nothing of ours")
+        raise UsageError(
+            f"--acceptance: {','.join(methods)} drafts nothing of ours; name ngram or "
+            "a head, or leave --methods out"
+        )
     found = acceptance.measure(
         backend.session,
         drafts,
