@@ -52,23 +52,15 @@ class Budget:
     """How long and in what portions.
 
     Args:
-        rate: learning rate, `optimizers.optimizers`; None: by the minutes.
+        rate: learning rate, `optimizers.optimizers`.
         width, rows: tokens of a row, rows of a batch.
     """
 
     minutes: float
+    rate: float
     seed: int = 0
     width: int = 768
     rows: int = 3
-    rate: float | None = None
-
-    @property
-    def learning_rate(self) -> float:
-        """0.012 for 18 minutes, more for fewer, 0.006 for two and a half hours."""
-        if self.rate is not None:
-            return self.rate
-        by_minutes: float = 0.012 * (18 / self.minutes) ** (1 / 3)
-        return min(0.05, by_minutes)
 
 
 @dataclass(slots=True)
@@ -149,7 +141,7 @@ class Loop:
             for name, few in measured.items()
             if few
         }
-        made = optimizers(module, budget.learning_rate)
+        made = optimizers(module, budget.rate)
         self._rates = [group["lr"] for one in made for group in one.param_groups]
         self._module, *self._optimizers = self._accelerator.prepare(module, *made)
         self._at = _Position()

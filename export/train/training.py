@@ -32,6 +32,7 @@ from edgespec_export.train.loop import (
     read_checkpoint,
 )
 from edgespec_export.train.medusa import Medusa
+from edgespec_export.train.optimizers import learning_rate
 from edgespec_export.train.pruned import Pruned, check_layers
 from edgespec_export.train.shards import Stored
 from edgespec_export.weights import WeightSet
@@ -107,9 +108,10 @@ def train(
 
     Raises UsageError for what does not fit together, before anything is written.
     """
-    budget = Budget(wanted.minutes, wanted.seed)
     layouts.check(wanted.head.kind, wanted.layout)
     _check(model, wanted)
+    rate = learning_rate(wanted.head.kind, wanted.minutes)
+    budget = Budget(wanted.minutes, rate, wanted.seed)
     torch.set_num_threads(wanted.threads)
     torch.manual_seed(wanted.seed)
     source = data.Source(model, wanted.threads)
@@ -288,7 +290,7 @@ def _settings(wanted: Wanted, budget: Budget) -> dict[str, Any]:
         "seed": wanted.seed,
         "width": budget.width,
         "rows": budget.rows,
-        "learning_rate": budget.learning_rate,
+        "learning_rate": budget.rate,
     }
 
 

@@ -19,6 +19,7 @@ from edgespec_export.train import layouts, loop, objective, training
 from edgespec_export.train.eagle3 import Eagle3
 from edgespec_export.train.loop import Budget, Loop, Measure
 from edgespec_export.train.medusa import Medusa
+from edgespec_export.train.optimizers import learning_rate
 from edgespec_export.train.packing import Batch, Batches, pack, pieces
 from edgespec_export.train.pruned import Pruned
 from edgespec_export.train.shards import Stored
@@ -283,7 +284,7 @@ def run_loop(
         head,
         [s for s in written if not s.is_held_out],
         {"held-out": [s for s in written if s.is_held_out], "other": written[:6]},
-        Budget(steps / 60, seed=2, width=WIDTH, rows=2, rate=0.05),
+        Budget(steps / 60, 0.05, seed=2, width=WIDTH, rows=2),
         place,
         settings=settings or {"head": kind},
         save=lambda module, history, tokens: best.append(module),
@@ -356,9 +357,10 @@ def test_only_its_own_training_is_resumed(
 
 
 def test_rates_rise_and_fall(made: families.Model, written: list[Stored]) -> None:
-    assert Budget(0.1).learning_rate == 0.05
-    assert Budget(18).learning_rate == 0.012
-    assert 0.005 < Budget(170).learning_rate < 0.006
+    assert learning_rate("medusa", 0.1) == 0.05
+    assert learning_rate("medusa", 18) == 0.012
+    assert 0.005 < learning_rate("eagle3", 170) < 0.006
+    assert 0.035 < learning_rate("pruned", 34) < 0.04
 
 
 # ---- files ----
