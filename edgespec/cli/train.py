@@ -104,6 +104,8 @@ def command(
     of drafts whose earlier tokens were right, the share that is right, and the tokens
     of a round they add up to. The best head is kept.
 
+    Example: edgespec train smollm2-135m --head eagle3 -o my-head --minutes 120
+
     On several GPUs or machines: accelerate launch -m edgespec train ..., on processors
     torchrun instead. What --data and -o name has to be one place for all of them.
     """
