@@ -39,6 +39,16 @@ def test_help_in_the_readme_is_the_real_one(
     assert readme_block("help") == capsys.readouterr().out
 
 
+def test_every_command_shows_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+    words = re.findall(r"^  (\w+)  ", readme_block("help").split("Commands:")[1], re.M)
+    assert len(words) == 9
+    for word in words:
+        command = [word, "get"] if word == "models" else [word]
+        assert main([*command, "--help"]) == 0
+        shown = capsys.readouterr().out
+        assert re.search(rf"Examples?: edgespec {' '.join(command)} ", shown), word
+
+
 def test_ci_runs_exactly_the_readmes_command(tmp_path: Path) -> None:
     """The script, with every program it calls replaced by one that writes it down."""
     clone, programs = tmp_path / "clone", tmp_path / "bin"

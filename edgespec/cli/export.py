@@ -107,6 +107,8 @@ def command(
 
     The bundle is compared with its source on a fixed text: size, mean KL and top-1
     agreement go to stderr, the bundle's path to stdout.
+
+    Example: edgespec export model.Q4_0.gguf -o my-bundle --head my-eagle3-head/
     """
     try:
         from edgespec_export import head_bundle, onnx_graph, pipeline

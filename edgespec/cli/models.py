@@ -45,7 +45,10 @@ def list_models() -> None:
 
 @app.command()
 def get(name: Name, offline: Offline = False) -> None:
-    """Fetch a model's checkpoint, resuming where it broke off; print its path."""
+    """Fetch a model's checkpoint, resuming where it broke off; print its path.
+
+    Example: edgespec models get smollm2-135m
+    """
     from edgespec import models
 
     with progress_bar() as progress:
@@ -55,7 +58,10 @@ def get(name: Name, offline: Offline = False) -> None:
 
 @app.command()
 def build(name: Name, offline: Offline = False) -> None:
-    """Fetch a model, make its bundle as chat does on first use; print its path."""
+    """Fetch a model, make its bundle as chat does on first use; print its path.
+
+    Example: edgespec models build smollm2-135m
+    """
     from edgespec.bundle import resolve
 
     with progress_bar() as progress:
@@ -65,7 +71,10 @@ def build(name: Name, offline: Offline = False) -> None:
 
 @app.command()
 def rm(name: Name) -> None:
-    """Remove a model's files and what was made of them."""
+    """Remove a model's files and what was made of them.
+
+    Example: edgespec models rm smollm2-135m
+    """
     from edgespec import models
 
     freed = models.remove(name)
