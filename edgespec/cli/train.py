@@ -102,7 +102,8 @@ def command(
     First the target writes data, then the head learns to guess what it writes; both
     go on where they were stopped. Held-out acceptance by depth is printed as it goes:
     of drafts whose earlier tokens were right, the share that is right, and the tokens
-    of a round they add up to. The best head is kept.
+    of a round they add up to. The best head is kept. Ctrl-C ends training with a
+    checkpoint; there is one every three minutes too.
 
     Example: edgespec train smollm2-135m --head eagle3 -o my-head --minutes 120
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import copy
-import ctypes
 import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,6 +19,11 @@ from accelerate.utils import broadcast
 from edgespec.cache import cannot_write
 from edgespec.errors import FormatError, UsageError
 from edgespec.progress import Progress, silent
+from edgespec_export.train.machine import (
+    interrupts_held,
+    keep_freed_memory,
+    prefers_bfloat16,
+)
 from edgespec_export.train.objective import Acceptance
 from edgespec_export.train.optimizers import optimizers
 from edgespec_export.train.packing import Batch, Batches, Row
@@ -160,7 +163,18 @@ class Loop:
         return self._at.history
 
     def run(self) -> None:
-        """Trains until the budget is used up."""
+        """Trains until the budget is used up.
+
+        Ctrl-C ends it behind the step under way, with a checkpoint. Beside other
+        processes, which would wait for this one's part, it ends at once.
+        """
+        if self._accelerator.num_processes > 1:
+            self._run(lambda: False)
+            return
+        with interrupts_held() as is_interrupted:
+            self._run(is_interrupted)
+
+    def _run(self, is_interrupted: Callable[[], bool]) -> None:
         budget = self._budget.minutes * 60
         last, saved = self._clock(), self._at.seconds
         self._module.train()
@@ -176,11 +190,15 @@ class Loop:
                 is_over = self._at.seconds >= budget
                 if self._due() or is_over:
                     self._measure()
-                if self._at.seconds >= saved + SAVE_SECONDS or is_over:
+                is_stopped = is_interrupted()
+                if self._at.seconds >= saved + SAVE_SECONDS or is_over or is_stopped:
                     self._save()
                     saved = self._at.seconds
                 if is_over:
                     return
+                if is_stopped:
+                    self._log("stopped; --resume goes on from here")
+                    raise KeyboardInterrupt
             self._at.epoch, self._at.batch = self._at.epoch + 1, 0
 
     def resume(self) -> None:
@@ -354,35 +372,3 @@ def _first(sequences: Sequence[Stored]) -> list[Stored]:
         found.append(sequence)
         tokens += len(sequence)
     return found
-
-
-@cache
-def prefers_bfloat16() -> bool:
-    """Whether this machine multiplies bfloat16 clearly faster than float32."""
-
-    def seconds(dtype: torch.dtype) -> float:
-        a, b = torch.ones(512, 1024, dtype=dtype), torch.ones(1024, 1024, dtype=dtype)
-        best = math.inf
-        for _ in range(4):
-            start = time.perf_counter()
-            a @ b
-            best = min(best, time.perf_counter() - start)
-        return best
-
-    if torch.cuda.is_available():
-        return bool(torch.cuda.is_bf16_supported())
-    return seconds(torch.bfloat16) * 1.5 < seconds(torch.float32)
-
-
-def keep_freed_memory() -> None:
-    """Has glibc keep freed memory: pages come back at every step, a third of its time.
-
-    Elsewhere it does nothing.
-    """
-    mallopt = (
-        getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
-    )
-    if mallopt is not None:
-        mmap_max, trim_threshold = -4, -1
-        mallopt(mmap_max, 0)
-        mallopt(trim_threshold, 2**31 - 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 from edgespec.errors import UnsupportedError, UsageError
 from edgespec_export import draft_model, forward, head_forward, sources
 from edgespec_export.sources import heads
-from edgespec_export.train import layouts, loop, objective, training
+from edgespec_export.train import layouts, loop, machine, objective, training
 from edgespec_export.train.eagle3 import Eagle3
 from edgespec_export.train.loop import Budget, Loop, Measure
 from edgespec_export.train.medusa import Medusa
@@ -263,6 +264,7 @@ def run_loop(
     steps: int = 60,
     resume: bool = False,
     stop_at: int | None = None,
+    interrupt_at: int | None = None,
     settings: dict[str, Any] | None = None,
 ) -> tuple[list[Measure], Any, list[torch.nn.Module]]:
     """A training whose clock ticks a second a step."""
@@ -278,6 +280,8 @@ def run_loop(
 
     def clock() -> float:
         ticks.append(ticks[-1] + 1)
+        if ticks[-1] == interrupt_at:
+            signal.raise_signal(signal.SIGINT)
         return float(ticks[-1])
 
     trained = Loop(
@@ -293,8 +297,8 @@ def run_loop(
     )
     if resume:
         trained.resume()
-    if stop_at is not None:
-        with pytest.raises(Stop):
+    if stop_at is not None or interrupt_at is not None:
+        with pytest.raises(KeyboardInterrupt if stop_at is None else Stop):
             trained.run()
     else:
         trained.run()
@@ -337,6 +341,32 @@ def test_resumed_training_is_the_uninterrupted_one(
         whole.state_dict().items(), parts.state_dict().items(), strict=True
     ):
         assert torch.equal(a, b), name
+
+
+def test_an_interrupted_training_keeps_every_step(
+    made: families.Model, written: list[Stored], tmp_path: Path
+) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    expected, whole, _ = run_loop(made, written, "medusa", tmp_path / "whole")
+    run_loop(made, written, "medusa", tmp_path / "parts", interrupt_at=18)
+    assert signal.getsignal(signal.SIGINT) is before
+    kept = loop.read_checkpoint(tmp_path / "parts", {})
+    assert kept["at"]["step"] == 17
+    got, parts, _ = run_loop(made, written, "medusa", tmp_path / "parts", resume=True)
+    assert got == expected
+    for (name, a), (_, b) in zip(
+        whole.state_dict().items(), parts.state_dict().items(), strict=True
+    ):
+        assert torch.equal(a, b), name
+
+
+def test_the_second_interrupt_does_not_wait() -> None:
+    with machine.interrupts_held() as is_interrupted:
+        assert not is_interrupted()
+        signal.raise_signal(signal.SIGINT)
+        assert is_interrupted()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
 
 
 def test_only_its_own_training_is_resumed(
