@@ -309,6 +309,21 @@ def test_a_drafter_that_has_no_features_yet_leaves_it_to_ngrams() -> None:
         assert host.session.stats().rounds < 32
 
 
+def test_a_static_shape_is_filled_by_the_draft_that_promises_more() -> None:
+    script = [3, 1, 4, 1, 5, 9, 2, 6]
+    looping, free = scripted_model(script), random_model(7)
+    shape = chain(np.zeros(6, np.int32))
+    params = SampleParams(logit_bias=((EOS, float("-inf")),))
+    for model, says in ((looping, stubborn(looping)), (free, free)):
+        rounds = {}
+        for draft in ("none", "ngram"):
+            host = HeadHost(model, says, script * 4, tree=shape, draft=draft)
+            host.generate(200, params)
+            rounds[draft] = host.session.stats().rounds
+        most = 0.75 if model is looping else 1.2
+        assert rounds["ngram"] < most * rounds["none"]
+
+
 # ---- never slower -------------------------------------------------------------------
 
 

@@ -38,22 +38,35 @@ static es_grow_request request(const es_session *s, bounds most, float floor, do
     };
 }
 
-/* The head's continuations in the static shape, or n-grams' where it has none at all. */
+/* Tokens a drafted tree is expected to bring. */
+static float promise(const es_tree *tree)
+{
+    float sum = 0.0f;
+    for (int32_t i = 1; i < tree->n; i++) {
+        sum += tree->score[i];
+    }
+    return sum;
+}
+
+/* The static shape, filled by n-grams or by the head: by what promises more. */
 static es_status draft_shape(es_session *s, bounds most, es_tree *tree)
 {
+    if (s->ngram != NULL) {
+        es_ngram_fill(s->ngram, &s->shape, tree);
+        es_tree_clip(tree, most.rows, most.depth);
+    }
     if (s->grow != NULL) {
-        es_tree shape = s->shape;
+        es_tree grown, shape = s->shape;
         es_tree_clip(&shape, most.rows, most.depth);
         es_grow_request r = request(s, most, 0.0f, 0.0);
-        es_status status = es_grow_shape(s->grow, &r, &shape, tree);
+        es_status status = es_grow_shape(s->grow, &r, &shape, &grown);
         if (status != ES_OK) {
             return status;
         }
         es_plan_head_ran(&s->plan, es_grow_passes(s->grow));
-    }
-    if (tree->n == 1 && s->ngram != NULL) {
-        es_ngram_fill(s->ngram, &s->shape, tree);
-        es_tree_clip(tree, most.rows, most.depth);
+        if (promise(&grown) > promise(tree)) {
+            *tree = grown;
+        }
     }
     return ES_OK;
 }
