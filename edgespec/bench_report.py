@@ -5,11 +5,11 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from edgespec.bench import Arm, Mark, Results, Sample
+from edgespec.bench import Arm, Results, Sample
 from edgespec.intervals import Interval, median_interval
 
 Pick = Callable[[Sample], Sample]
@@ -32,11 +32,11 @@ class Row:
     ttft_ms: float  # median
     itl_ms_p50: float | None  # between pieces of text
     itl_ms_p95: float | None
-    # Of a round, medians over pairs of replies: drafting in plain tokens, and its
-    # forward in plain ones.
+    # Medians over pairs of replies: of a round drafting in plain tokens, its forward
+    # in plain ones, and a reply's tokens per round over their sum.
     draft_share: float | None
     forward_ratio: float | None
-    ratio_possible: float | None  # tokens_per_round / (their sum)
+    ratio_possible: float | None
     extra_memory_mb: float | None  # beside plain's on the same backend
     identical: bool  # every reply is plain's first one on this backend
     prompts: int
@@ -162,11 +162,7 @@ def _row(results: Results, index: int, prompts: Sequence[int], pick: Pick) -> Ro
     tokens_per_round = _share(
         sum(end.tokens for end in ends), sum(sample.rounds for sample in samples)
     )
-    draft_share = _relative(plain, own, pick, lambda mark: mark.draft_s)
-    forward_ratio = _relative(plain, own, pick, lambda mark: mark.forward_s)
-    possible = None
-    if draft_share is not None and forward_ratio:
-        possible = tokens_per_round / (draft_share + forward_ratio)
+    costs = _costs(plain, own, pick)
     gaps = [gap for sample in samples for gap in sample.gaps_s]
     return Row(
         method=arm.method,
@@ -182,9 +178,9 @@ def _row(results: Results, index: int, prompts: Sequence[int], pick: Pick) -> Ro
         ttft_ms=1e3 * (_median([sample.ttft_s for sample in samples]) or 0.0),
         itl_ms_p50=_percentile_ms(gaps, 50),
         itl_ms_p95=_percentile_ms(gaps, 95),
-        draft_share=draft_share,
-        forward_ratio=forward_ratio,
-        ratio_possible=possible,
+        draft_share=_median([cost.draft for cost in costs]),
+        forward_ratio=_median([cost.forward for cost in costs]),
+        ratio_possible=_median([cost.possible for cost in costs]),
         extra_memory_mb=results.extra_mb[index],
         identical=all(
             sample.tokens == expected[0].tokens
@@ -196,23 +192,30 @@ def _row(results: Results, index: int, prompts: Sequence[int], pick: Pick) -> Ro
     )
 
 
-def _relative(
-    base: Sequence[Sequence[Sample]],
-    own: Sequence[Sequence[Sample]],
-    pick: Pick,
-    part: Callable[[Mark], float],
-) -> float | None:
-    """A part of our rounds' time, in forwards of plain: median over pairs."""
+class _Cost(NamedTuple):
+    """Of a reply's rounds, in forwards of the plain reply that took turns with it."""
+
+    draft: float
+    forward: float
+    possible: float  # ratio
+
+
+def _costs(
+    base: Sequence[Sequence[Sample]], own: Sequence[Sequence[Sample]], pick: Pick
+) -> list[_Cost]:
     found = []
     for theirs, ours in zip(base, own, strict=True):
         for left, right in zip(theirs, ours, strict=False):
             before, after = pick(left), pick(right)
-            if before.rounds and after.rounds:
-                unit = before.marks[-1].forward_s / before.rounds
-                spent = part(after.marks[-1]) / after.rounds
-                if unit > 0:
-                    found.append(spent / unit)
-    return _median(found)
+            if not (before.rounds and after.rounds and before.marks[-1].forward_s):
+                continue
+            unit = before.marks[-1].forward_s / before.rounds * after.rounds
+            end = after.marks[-1]
+            draft, forward = end.draft_s / unit, end.forward_s / unit
+            if forward:
+                tokens = end.tokens / after.rounds
+                found.append(_Cost(draft, forward, tokens / (draft + forward)))
+    return found
 
 
 def _rates(samples: Sequence[Sample], arm: Arm) -> list[float]:
