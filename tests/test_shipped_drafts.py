@@ -24,7 +24,7 @@ PROMPTS = (
     "What is 17 times 6? Show your steps.",
 )
 # Tokens per round on PROMPTS that a head of each kind must reach, with trees of 8 rows.
-LEAST = {"eagle3": 1.6, "medusa": 1.2, "model": 1.4}
+LEAST = {"eagle3": 1.8, "medusa": 1.2, "model": 1.4}
 WORDS = {"eagle3": "eagle", "medusa": "medusa", "model": "model"}
 
 
