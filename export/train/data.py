@@ -14,7 +14,7 @@ from edgespec.chat import ChatTemplate
 from edgespec.manifest import TARGETS
 from edgespec.progress import Progress, silent
 from edgespec.tokenizer import Tokenizer
-from edgespec_export.train.shards import ShardWriter
+from edgespec_export.train.shards import HELD_OUT, ShardWriter
 from edgespec_export.train.talk import Talk
 from edgespec_export.train.texts import Makers, Prompt, Random, read_prompts
 from edgespec_export.train.writing import Dialogue, Writer
@@ -135,4 +135,5 @@ def _settings(
         "reply_tokens": limit,
         "context": CONTEXT,
         "seed": seed,
+        "held_out_one_of": HELD_OUT,
     }

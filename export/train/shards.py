@@ -30,7 +30,7 @@ FORMAT, VERSION = "edgespec-train-data", 1
 INDEX = "data.json"
 ARRAYS = ("tokens", "written", "top", "states")
 SHARD_TOKENS = 1 << 16
-HELD_OUT = 50  # one prompt of so many
+HELD_OUT = 20  # one prompt of so many
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +158,7 @@ def counts(stored: list[Stored]) -> Counter[str]:
 
 
 def is_held_out(prompt: NDArray[np.int32]) -> bool:
-    """Whether a prompt's replies are for measuring: 2 % are, by the prompt alone."""
+    """Whether a prompt's replies are for measuring: 5 % are, by the prompt alone."""
     return int(_digest(prompt)[:8], 16) % HELD_OUT == 0
 
 

@@ -319,7 +319,7 @@ def test_prompts_are_held_out_whole(made: families.Model) -> None:
     rng = np.random.default_rng(0)
     prompts = rng.integers(0, 300, (4000, 12)).astype(np.int32)
     share = np.mean([shards.is_held_out(prompt) for prompt in prompts])
-    assert 0.012 < share < 0.028
+    assert 0.04 < share < 0.06
     for sequence in train_data.written(made, 6):
         n = len(sequence.prompt)
         expected = shards.is_held_out(sequence.tokens[:n])
