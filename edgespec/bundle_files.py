@@ -92,7 +92,8 @@ def open_bundle(path: Path) -> Bundle:
     if not manifest_path.exists():
         raise FormatError(
             f"{path}: not a bundle, it has no {MANIFEST}; "
-            f"to make one: edgespec export {path} -o DIR"
+            f"to make one: edgespec export {path} -o DIR, or of a draft head: "
+            f"edgespec export MODEL -o DIR --head {path}"
         )
     size = _regular_size(manifest_path)
     if size > MANIFEST_LIMIT:

@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from edgespec.cli.app import main
 from edgespec.config import Training
 from edgespec_export.sources import heads, hf
-from edgespec_export.train import card, layouts, loop, texts, training, writing
+from edgespec_export.train import card, layouts, loop, shards, texts, training, writing
 from tests.export import families, train_data
 
 
@@ -188,6 +188,55 @@ def test_damaged_files_of_a_training_are_named(
     torch.save({"settings": {}}, tmp_path / loop.CHECKPOINT)
     assert train(made, *options) == 1
     assert "not a checkpoint: it lacks at, best, losses" in capsys.readouterr().err
+
+
+def test_altered_files_of_a_training_are_named(
+    made: families.Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whole, and read as what they are, but not as anything wrote them."""
+    options = ["--head", "medusa", "-o", str(tmp_path), "--resume"]
+    assert train(made, *options[:-1]) == 0
+    index = tmp_path / "data/shard-00000.json"
+    kept = index.read_text()
+    shard = json.loads(kept)
+    for end in (-7, 0, "40", 1 << 40):
+        index.write_text(json.dumps(shard | {"ends": [end, *shard["ends"][1:]]}))
+        capsys.readouterr()
+        assert train(made, *options) == 1
+        assert f"{index}: damaged: not a shard's index; " in capsys.readouterr().err
+    index.write_text(kept)
+    path = tmp_path / loop.CHECKPOINT
+    whole = torch.load(path, weights_only=True)
+    cut = {name: tensor[..., :-1] for name, tensor in whole["module"].items()}
+    at = {name: value for name, value in whole["at"].items() if name != "history"}
+    for changes in (
+        {"module": cut},
+        {"at": at},
+        {"at": whole["at"] | {"where": 1}},
+        {"optimizers": whole["optimizers"][:-1]},
+        {"best": "good"},
+        {"random": torch.zeros(3)},
+    ):
+        torch.save(whole | changes, path)
+        capsys.readouterr()
+        assert train(made, *options) == 1, list(changes)
+        said = capsys.readouterr().err
+        assert f"edgespec: {path}: damaged: " in said and "; remove it" in said
+
+
+def test_one_training_at_a_time_writes_data(
+    made: families.Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--head", "medusa", "-o", str(tmp_path)]
+    data = tmp_path / "data"
+    with shards.written_alone(data):
+        assert train(made, *options) == 2
+        said = capsys.readouterr().err
+        assert f"--data {data}: another training is writing there; wait" in said
+        assert not list(data.glob("shard-*"))
+    assert train(made, *options) == 0
+    with shards.written_alone(data):  # which has all there are to be
+        assert train(made, *options, "--resume") == 0
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ KINDS = {
     "medusa": ("medusa",),
     "model": ("model",),
 }
-EXPECTED = "auto, none, ngram, eagle, medusa, model or one of these with :PATH"
+EXPECTED = "auto, none, ngram, eagle, medusa, model; a head also with +ngram or :PATH"
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from edgespec.chat import ChatTemplate
 from edgespec.manifest import TARGETS
 from edgespec.progress import Progress, silent
 from edgespec.tokenizer import Tokenizer
-from edgespec_export.train.shards import HELD_OUT, ShardWriter
+from edgespec_export.train.shards import HELD_OUT, ShardWriter, written_alone
 from edgespec_export.train.talk import Talk
 from edgespec_export.train.texts import Makers, Prompt, Random, read_prompts
 from edgespec_export.train.writing import Dialogue, Writer
@@ -81,15 +81,20 @@ def write(
     Args:
         prompts: a file of JSON lines; None: the target makes up its questions.
         limit: most tokens of a reply.
-    Raises UsageError when the directory was begun with other arguments.
+    Raises UsageError when the directory was begun with other arguments, or another
+    process is writing there.
     """
     settings = _settings(source, prompts, limit, seed)
-    shards = ShardWriter(directory, settings)
-    if shards.tokens >= tokens:
-        return shards.tokens
+    there = ShardWriter(directory, settings).tokens
+    if there >= tokens:
+        return there
     asked = read_prompts(prompts) if prompts else []
     makers = Makers(source.talk, asked, limit, seed)
-    with closing(source.writer(seed)) as writer, closing(shards):
+    with (
+        written_alone(directory),
+        closing(ShardWriter(directory, settings)) as shards,
+        closing(source.writer(seed)) as writer,
+    ):
         for sequences in writer.run(makers.make, shards.next_dialogue):
             shards.add(sequences)
             progress("write", min(shards.tokens, tokens), tokens)
@@ -108,16 +113,20 @@ def write_measure(
     progress: Progress = silent,
 ) -> None:
     """Greedy replies to the first turns of a file, to measure drafts on, once."""
-    shards = ShardWriter(directory, _settings(source, prompts, limit, seed))
+    settings = _settings(source, prompts, limit, seed)
     asked = read_prompts(prompts)
-    if shards.next_dialogue >= len(asked):
+    if ShardWriter(directory, settings).next_dialogue >= len(asked):
         return
 
     def make(number: int, random: Random) -> Dialogue:
         first = Prompt(asked[number].turns[:1], asked[number].kind)
         return Makers(source.talk, [], limit, seed).chat(first, 0.0)
 
-    with closing(source.writer(seed)) as writer, closing(shards):
+    with (
+        written_alone(directory),
+        closing(ShardWriter(directory, settings)) as shards,
+        closing(source.writer(seed)) as writer,
+    ):
         for sequences in writer.run(make, shards.next_dialogue, len(asked)):
             shards.add(sequences)
             progress("write for measuring", shards.next_dialogue, len(asked))

@@ -208,13 +208,19 @@ class Loop:
         FormatError for a damaged one.
         """
         kept = read_checkpoint(self._directory, self._settings)
-        self.bare.load_state_dict(kept["module"])
-        for optimizer, state in zip(self._optimizers, kept["optimizers"], strict=True):
-            optimizer.load_state_dict(state)
-        torch.set_rng_state(kept["random"])
-        history = [Measure(**measure) for measure in kept["at"].pop("history")]
-        self._at = _Position(**kept["at"], history=history)
-        self._best, self._losses = kept["best"], kept["losses"]
+        try:
+            self.bare.load_state_dict(kept["module"])
+            states = zip(self._optimizers, kept["optimizers"], strict=True)
+            for optimizer, state in states:
+                optimizer.load_state_dict(state)
+            torch.set_rng_state(kept["random"])
+            history = [Measure(**measure) for measure in kept["at"].pop("history")]
+            self._at = _Position(**kept["at"], history=history)
+            self._best, self._losses = float(kept["best"]), list(kept["losses"])
+        except (ValueError, TypeError, LookupError, RuntimeError) as error:
+            path = self._directory / CHECKPOINT
+            what = str(error).strip().splitlines()[-1].strip()
+            raise FormatError(f"{path}: damaged: {what:.200}; {_AGAIN}") from error
 
     def _save(self) -> None:
         if not self._accelerator.is_main_process:
@@ -344,7 +350,8 @@ def read_checkpoint(directory: Path, settings: Mapping[str, Any]) -> dict[str, A
         if kept["settings"].get(name) != value:
             raise UsageError(
                 f"--resume: {path} was made with {name} "
-                f"{kept['settings'].get(name)!r:.60}, now {value!r:.60}"
+                f"{kept['settings'].get(name)!r:.60}, now {value!r:.60}; go on with "
+                "what it was begun with, or begin another --out"
             )
     return dict(kept)
 

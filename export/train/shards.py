@@ -10,12 +10,15 @@ shard-00000.states.npy  (n, taps, hidden) float16, hidden states
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +115,24 @@ class ShardWriter:
         self._open, self._digests, self._dropped = [], [], 0
 
 
+@contextmanager
+def written_alone(directory: Path) -> Iterator[None]:
+    """Keeps other processes from writing shards there. UsageError when one does."""
+    directory.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UsageError(
+                f"--data {directory}: another training is writing there; wait until it "
+                "trains, or name another directory"
+            ) from None
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def read_settings(directory: Path) -> dict[str, Any]:
     """data.json; FormatError when there is none or it is of another kind."""
     index = directory / INDEX
@@ -171,10 +192,16 @@ def shard_indices(directory: Path) -> list[dict[str, Any]]:
         is_whole = all(isinstance(shard.get(name), list) for name in lists) and all(
             isinstance(shard.get(name), int) for name in ("dropped", "next_dialogue")
         )
-        if not is_whole or len({len(shard[name]) for name in lists}) != 1:
+        is_whole = is_whole and len({len(shard[name]) for name in lists}) == 1
+        if not is_whole or not _ascend(shard["ends"]):
             raise FormatError(f"{path}: damaged: not a shard's index; {_again(path)}")
         found.append(shard)
     return found
+
+
+def _ascend(ends: list[Any]) -> bool:
+    is_counted = all(type(end) is int for end in ends)
+    return is_counted and all(a < b for a, b in pairwise([0, *ends]))
 
 
 def _read_array(directory: Path, stem: str, name: str, tokens: int) -> NDArray[Any]:

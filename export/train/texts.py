@@ -276,7 +276,7 @@ def read_prompts(path: Path) -> list[Prompt]:
             continue
         try:
             row = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise FormatError(f"{path}, line {number}: {error}") from None
         turns = row.get("turns", row.get("prompt")) if isinstance(row, dict) else None
         turns = [turns] if isinstance(turns, str) else turns

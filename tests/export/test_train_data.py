@@ -202,6 +202,7 @@ def test_turns_of_a_file_follow_each_other(
         ('{"turns": []}', "expected an object"),
         ('{"prompt": " "}', "expected an object"),
         ("[1]", "expected an object"),
+        ("[" * 100_000, "line 1: "),
     ],
 )
 def test_prompt_files_that_are_none(tmp_path: Path, text: str, words: str) -> None:
