@@ -91,7 +91,7 @@ def write(
     asked = read_prompts(prompts) if prompts else []
     makers = Makers(source.talk, asked, limit, seed)
     with (
-        written_alone(directory),
+        written_alone(directory),  # before what is there is read for good
         closing(ShardWriter(directory, settings)) as shards,
         closing(source.writer(seed)) as writer,
     ):

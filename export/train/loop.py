@@ -217,9 +217,11 @@ class Loop:
             history = [Measure(**measure) for measure in kept["at"].pop("history")]
             self._at = _Position(**kept["at"], history=history)
             self._best, self._losses = float(kept["best"]), list(kept["losses"])
+        except torch.cuda.OutOfMemoryError:  # is one too, not the file's fault
+            raise
         except (ValueError, TypeError, LookupError, RuntimeError) as error:
             path = self._directory / CHECKPOINT
-            what = str(error).strip().splitlines()[-1].strip()
+            what = str(error).strip().rpartition("\n")[2].strip()
             raise FormatError(f"{path}: damaged: {what:.200}; {_AGAIN}") from error
 
     def _save(self) -> None:
